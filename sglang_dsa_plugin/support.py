@@ -1,0 +1,206 @@
+"""The support table: which implementation of which operator runs where, and why.
+
+One row per (operator, implementation). `choose()` walks the rows of an operator in order of preference and returns
+the first whose features cover the request, together with the reason in words and why each earlier row was passed
+over. Operators, the doctor, the docs and the tests all read this table; nothing else decides.
+
+Features of a row: device types, SM list (CUDA only; None is any), layouts, head counts and a cap on k (None is any).
+Kernels that live only inside sglang join through `register()`; they are never imported here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_TORCH = "sglang_dsa_plugin.kernels.torch_impl"
+
+
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to run one operator.
+
+    operator: name as in docs/operators.md, for example "sparse_mla".
+    name: what `impl=` accepts, for example "torch".
+    target: "module:function", imported at first use so that a missing kernel package costs nothing elsewhere;
+        or the callable itself when injected by `register()`.
+    devices: torch device types.
+    sm: compute capabilities as 10 * major + minor; None when any will do.
+    layouts, heads: accepted values; None when any will do.
+    max_k: largest number of picks; None when unbounded.
+    note: why the row exists or where it stops, shown by the doctor.
+    """
+
+    operator: str
+    name: str
+    target: str | Callable[..., Any]
+    devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    sm: frozenset[int] | None = None
+    layouts: frozenset[str] | None = None
+    heads: frozenset[int] | None = None
+    max_k: int | None = None
+    note: str = ""
+
+    def why_not(
+        self, device: str, sm: int | None, layout: str | None, heads: int | None, k: int | None
+    ) -> str | None:
+        """The first reason why this row cannot serve the request, or None when it can."""
+        if device not in self.devices:
+            return f"runs on {'/'.join(sorted(self.devices))}, not on {device}"
+        if self.sm is not None and device == "cuda" and sm not in self.sm:
+            return f"built for SM {_sm_list(self.sm)}, this GPU is {_sm_name(sm)}"
+        if self.layouts is not None and layout is not None and layout not in self.layouts:
+            return f"reads {'/'.join(sorted(self.layouts))}, not {layout}"
+        if self.heads is not None and heads is not None and heads not in self.heads:
+            return f"takes {'/'.join(map(str, sorted(self.heads)))} heads, not {heads}"
+        if self.max_k is not None and k is not None and k > self.max_k:
+            return f"takes k up to {self.max_k}, not {k}"
+        return None
+
+    def load(self) -> Callable[..., Any]:
+        """Import and return the callable; ImportError names the operator and implementation."""
+        if callable(self.target):
+            return self.target
+        return _import_target(self.target)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, why, and what was passed over (name -> reason)."""
+
+    implementation: Implementation
+    reason: str
+    rejected: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.implementation.name
+
+
+def _torch_row(operator: str, module: str, function: str) -> Implementation:
+    return Implementation(
+        operator, "torch", f"{_TORCH}.{module}:{function}", note="vectorised torch, memory bounded by tiles; any device"
+    )
+
+
+_ROWS: list[Implementation] = [
+    _torch_row("quantize_keys", "quant", "quantize_keys"),
+    _torch_row("quantize_latent", "quant", "quantize_latent"),
+    _torch_row("dequantize_latent", "quant", "dequantize_latent"),
+    _torch_row("hadamard", "hadamard", "rotate"),
+    _torch_row("rope", "rope", "apply"),
+    _torch_row("index_scores_ragged", "index_scores", "ragged"),
+    _torch_row("index_scores_paged", "index_scores", "paged"),
+    _torch_row("topk", "select", "topk"),
+    _torch_row("positions_to_slots", "select", "positions_to_slots"),
+    _torch_row("index_select_ragged", "index_select", "ragged"),
+    _torch_row("index_select_paged", "index_select", "paged"),
+    _torch_row("sparse_mla", "sparse_mla", "sparse_mla"),
+    _torch_row("dense_mha", "dense_mha", "dense_mha"),
+    _torch_row("key_pages_store", "key_pages", "store"),
+    _torch_row("key_pages_load", "key_pages", "load"),
+    _torch_row("key_pages_move", "key_pages", "move"),
+    _torch_row("latent_rows_store", "latent_rows", "store"),
+    _torch_row("latent_rows_load", "latent_rows", "load"),
+    _torch_row("latent_rows_move", "latent_rows", "move"),
+]
+
+
+def rows(operator: str | None = None) -> tuple[Implementation, ...]:
+    """The table, or the rows of one operator, in order of preference."""
+    return tuple(r for r in _ROWS if operator is None or r.operator == operator)
+
+
+def register(implementation: Implementation, *, before: str | None = None) -> None:
+    """Add a row: at the end of its operator's list, or ahead of the row named `before`.
+
+    Registering the same (operator, name) again replaces the row, so a plugin loaded twice changes nothing.
+    """
+    key = (implementation.operator, implementation.name)
+    _ROWS[:] = [r for r in _ROWS if (r.operator, r.name) != key]
+    at = next(
+        (i for i, r in enumerate(_ROWS) if r.operator == implementation.operator and r.name == before), len(_ROWS)
+    )
+    _ROWS.insert(at, implementation)
+    _choose.cache_clear()
+
+
+def choose(
+    operator: str,
+    *,
+    device: torch.device | str,
+    impl: str | None = None,
+    sm: int | None = None,
+    layout: str | None = None,
+    heads: int | None = None,
+    k: int | None = None,
+) -> Choice:
+    """Pick the implementation of `operator` for this device and these features.
+
+    `impl` forces a row by name. Raises ValueError when the operator is unknown, when a forced row does not exist or
+    cannot run here (with its reason), or when no row can.
+    """
+    kind = device if isinstance(device, str) else device.type
+    kind = kind.split(":")[0]
+    if kind == "cuda" and sm is None:
+        sm = _device_sm(torch.device(device).index or 0)
+    return _choose(operator, kind, impl, sm, layout, heads, k)
+
+
+def resolve(operator: str, *, device: torch.device | str, impl: str | None = None, **features: Any) -> Callable[..., Any]:
+    """`choose(...)` and load: the callable to run."""
+    return choose(operator, device=device, impl=impl, **features).implementation.load()
+
+
+@functools.lru_cache(maxsize=1024)
+def _choose(
+    operator: str, device: str, impl: str | None, sm: int | None, layout: str | None, heads: int | None, k: int | None
+) -> Choice:
+    candidates = rows(operator)
+    if not candidates:
+        known = ", ".join(sorted({r.operator for r in _ROWS}))
+        raise ValueError(f"unknown operator {operator!r}; known: {known}")
+    if impl is not None:
+        named = [r for r in candidates if r.name == impl]
+        if not named:
+            raise ValueError(f"{operator}: impl={impl!r} does not exist; it has {', '.join(r.name for r in candidates)}")
+        candidates = tuple(named)
+    rejected: dict[str, str] = {}
+    for row in candidates:
+        why = row.why_not(device, sm, layout, heads, k)
+        if why is None:
+            where = device if device != "cuda" else f"cuda {_sm_name(sm)}"
+            reason = f"asked for by name on {where}" if impl else f"first of the table that serves {where}"
+            if rejected:
+                reason += "; passed over: " + "; ".join(f"{n} ({w})" for n, w in rejected.items())
+            return Choice(row, reason, rejected)
+        rejected[row.name] = why
+    what = f"impl={impl!r} cannot run here" if impl else "no implementation can run here"
+    raise ValueError(f"{operator}: {what}: " + "; ".join(f"{n}: {w}" for n, w in rejected.items()))
+
+
+@functools.cache
+def _import_target(target: str) -> Callable[..., Any]:
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@functools.cache
+def _device_sm(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
+
+
+def _sm_name(sm: int | None) -> str:
+    return "SM unknown" if sm is None else f"SM {sm // 10}.{sm % 10}"
+
+
+def _sm_list(sms: frozenset[int]) -> str:
+    return ", ".join(f"{s // 10}.{s % 10}" for s in sorted(sms))
