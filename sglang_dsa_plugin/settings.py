@@ -1,0 +1,137 @@
+"""The plugin's own switches: environment variables SGLANG_DSA_PLUGIN*, in one table.
+
+Everything SGLang already has a flag for stays SGLang's flag; only what it cannot say is here. Values are read from the
+environment at every call, never at import, so a launcher may set them late and child processes inherit them. An unset
+or empty variable means the default. A value outside the table raises ValueError: a mistyped switch must not quietly
+measure or serve something else. Standard library only, because the plugin's entry module imports this file in every
+process.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One switch.
+
+    name: short name, as the functions below and the doctor call it.
+    env: environment variable.
+    kind: "choice" (one of `allowed`), "positive int" or "name" (a free word).
+    default: text of the default, as it would be written in the environment.
+    allowed: the accepted values, in words when they cannot be listed.
+    doc: what it does.
+    """
+
+    name: str
+    env: str
+    kind: str
+    default: str
+    allowed: tuple[str, ...]
+    doc: str
+
+    def text(self) -> str:
+        """The value in force, checked. Raises ValueError naming the variable, the value and what is allowed."""
+        value = os.environ.get(self.env, "").strip() or self.default
+        if self.kind == "choice" and value not in self.allowed:
+            raise ValueError(f"{self.env}={value!r} is not allowed; use one of {', '.join(self.allowed)}")
+        if self.kind == "positive int" and not (value.isascii() and value.isdigit() and int(value) > 0):
+            raise ValueError(f"{self.env}={value!r} is not allowed; use {self.allowed[0]}")
+        if self.kind == "name" and value and not value.replace("_", "a").isalnum():
+            raise ValueError(f"{self.env}={value!r} is not allowed; use {self.allowed[0]}")
+        return value
+
+
+SETTINGS: dict[str, Setting] = {
+    setting.name: setting
+    for setting in (
+        Setting(
+            "enabled",
+            "SGLANG_DSA_PLUGIN",
+            "choice",
+            "on",
+            ("on", "off"),
+            "off leaves SGLang as it is without the plugin",
+        ),
+        Setting(
+            "index_keys",
+            "SGLANG_DSA_PLUGIN_INDEX_KEYS",
+            "choice",
+            "auto",
+            ("auto", "fp8", "model"),
+            "storage of the index keys: fp8 e4m3 with one scale per key (132 bytes a token and indexing layer), or the "
+            "model's dtype; auto is the model's dtype when the model runs in float32, else fp8",
+        ),
+        Setting(
+            "scores_mb",
+            "SGLANG_DSA_PLUGIN_SCORES_MB",
+            "positive int",
+            "512",
+            ("a positive whole number of MiB",),
+            "memory the index scores of one step may hold at once, in MiB; longer batches are worked off in tiles",
+        ),
+        Setting(
+            "impl",
+            "SGLANG_DSA_PLUGIN_IMPL",
+            "name",
+            "",
+            ("the name of an implementation, for example torch",),
+            "force one implementation for every operator instead of the support table's choice",
+        ),
+        Setting(
+            "latent_layout",
+            "SGLANG_DSA_PLUGIN_LATENT_LAYOUT",
+            "choice",
+            "auto",
+            ("auto", "fp8_656", "fp8_576"),
+            "row layout of the latent cache when the KV dtype is fp8; auto follows SGLang's own backend flags",
+        ),
+    )
+}
+
+
+def plugin_enabled() -> bool:
+    """Whether the plugin acts at all."""
+    return SETTINGS["enabled"].text() == "on"
+
+
+def index_keys() -> str:
+    """How index keys are stored: "auto", "fp8" or "model"."""
+    return SETTINGS["index_keys"].text()
+
+
+def scores_budget_bytes() -> int:
+    """Bytes the index scores of one step may hold at once."""
+    return int(SETTINGS["scores_mb"].text()) << 20
+
+
+def forced_impl() -> str | None:
+    """The implementation every operator must use, or None when the support table chooses."""
+    return SETTINGS["impl"].text() or None
+
+
+def latent_layout() -> str:
+    """The fp8 latent row layout asked for: "auto", "fp8_656" or "fp8_576"."""
+    return SETTINGS["latent_layout"].text()
+
+
+def table() -> list[dict[str, str]]:
+    """Every setting as a row for docs and the doctor: name, env, type, default, allowed, value, set, doc.
+
+    `value` is the value in force and `set` says whether the environment gives it. Raises ValueError on a bad value.
+    """
+    return [
+        {
+            "name": s.name,
+            "env": s.env,
+            "type": s.kind,
+            "default": s.default,
+            "allowed": ", ".join(s.allowed),
+            "value": s.text(),
+            "set": "yes" if os.environ.get(s.env, "").strip() else "no",
+            "doc": s.doc,
+        }
+        for s in SETTINGS.values()
+    ]
