@@ -21,8 +21,6 @@ import torch
 _TORCH = "sglang_dsa_plugin.kernels.torch_impl"
 
 
-
-
 @dataclass(frozen=True)
 class Implementation:
     """One way to run one operator.
@@ -48,9 +46,7 @@ class Implementation:
     max_k: int | None = None
     note: str = ""
 
-    def why_not(
-        self, device: str, sm: int | None, layout: str | None, heads: int | None, k: int | None
-    ) -> str | None:
+    def why_not(self, device: str, sm: int | None, layout: str | None, heads: int | None, k: int | None) -> str | None:
         """The first reason why this row cannot serve the request, or None when it can."""
         if device not in self.devices:
             return f"runs on {'/'.join(sorted(self.devices))}, not on {device}"
@@ -154,7 +150,9 @@ def choose(
     return _choose(operator, kind, impl, sm, layout, heads, k)
 
 
-def resolve(operator: str, *, device: torch.device | str, impl: str | None = None, **features: Any) -> Callable[..., Any]:
+def resolve(
+    operator: str, *, device: torch.device | str, impl: str | None = None, **features: Any
+) -> Callable[..., Any]:
     """`choose(...)` and load: the callable to run."""
     return choose(operator, device=device, impl=impl, **features).implementation.load()
 
@@ -170,7 +168,9 @@ def _choose(
     if impl is not None:
         named = [r for r in candidates if r.name == impl]
         if not named:
-            raise ValueError(f"{operator}: impl={impl!r} does not exist; it has {', '.join(r.name for r in candidates)}")
+            raise ValueError(
+                f"{operator}: impl={impl!r} does not exist; it has {', '.join(r.name for r in candidates)}"
+            )
         candidates = tuple(named)
     rejected: dict[str, str] = {}
     for row in candidates:

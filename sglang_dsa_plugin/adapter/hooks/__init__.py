@@ -1,0 +1,14 @@
+"""Everything changed inside SGLang, one module per hook: why, what, the upstream place, and when the hook can go."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+MODULES = ("classes", "arguments", "cpu_backend", "cpu_rope", "kv_sizing", "last_check")
+
+
+def register_all() -> list[str]:
+    """Queue every hook that applies to this process; returns one status line per module ("name: applied" or "name: not
+    needed, why").
+    """
+    return [f"{name}: {import_module(f'{__name__}.{name}').register()}" for name in MODULES]

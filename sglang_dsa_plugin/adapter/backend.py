@@ -1,0 +1,277 @@
+"""The attention backend SGLang sees, in place of its `DeepseekSparseAttnBackend`.
+
+It keeps what the rest of SGLang reads from that class (design: seams B.1 and B.2): `use_mha`, the two pools,
+`forward_metadata`, `max_context_len`, `dsa_index_kpool`, `prepare_mtp_seed_indices`. No built-in DSA class is in its
+MRO. Steps are planned in backend/metadata.py, attention runs in backend/core.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.runtime_context import get_exec, get_parallel
+
+from sglang_dsa_plugin.adapter import report
+from sglang_dsa_plugin.adapter.pool import DsaPool
+from sglang_dsa_plugin.backend import core, dense_fallback, metadata
+from sglang_dsa_plugin.cache.layouts import LATENT_DIM, ROPE_DIM
+from sglang_dsa_plugin.config import DsaConfig
+from sglang_dsa_plugin.settings import forced_impl
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class DsaBackend(AttentionBackend):
+    """Sparse attention over the indexer's picks; dense prefill while every request is short."""
+
+    # None keeps rope in the model for every row layout: with e4m3 here and a backend named trtllm SGLang leaves it to
+    # the backend.
+    kv_cache_dtype = None
+    needs_cpu_seq_lens = True
+
+    def __init__(
+        self,
+        model_runner: ModelRunner,
+        skip_prefill: bool = False,
+        speculative_step_id: int = 0,
+        topk: int = 0,
+        speculative_num_steps: int = 0,
+        seed_dsa_topk_from_draft_extend: bool = False,
+    ) -> None:
+        """The signature of the class it replaces; the speculative arguments are refused before this by the argument
+        check.
+        """
+        super().__init__()
+        pool = model_runner.token_to_kv_pool
+        if not isinstance(pool, DsaPool):
+            raise RuntimeError(
+                f"the KV pool is {type(pool).__name__}, not this package's DsaPool: another platform plugin or "
+                "feature built it. "
+                "Unset SGLANG_PLATFORM, or set SGLANG_DSA_PLUGIN=off to use SGLang's built-in DSA"
+            )
+        self.config = DsaConfig.from_hf(model_runner.model_config.hf_config)
+        self.device = model_runner.device
+        self.token_to_kv_pool = pool
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.max_context_len = model_runner.model_config.context_len
+        self.dsa_index_kpool = 1
+        self.dsa_prefill_impl = get_exec().kernel.dsa_prefill_backend
+        self.dsa_decode_impl = get_exec().kernel.dsa_decode_backend
+        self.hisparse_coordinator = None
+        self.supports_mha_one_shot = True
+        self.decode_cuda_graph_metadata: dict[int, metadata.StepMetadata] = {}
+        self.forward_metadata: metadata.StepMetadata | None = None
+        impl = forced_impl()
+        self.core = core.AttentionCore(pool.layout, impl_sparse=impl, impl_dense=impl)
+        self.paths = dense_fallback.PathCounter()
+        self._metrics = report.prefill_metrics()
+        if get_parallel().tp_rank == 0 and not model_runner.is_draft_worker:
+            logger.info(report.serving_line(self, pool))
+
+    # Planning
+
+    @property
+    def use_mha(self) -> bool:
+        """Whether the current batch runs dense: read by SGLang's forward-method dispatch
+        (attention_backend_handler.py).
+        """
+        return self.forward_metadata is not None and self.forward_metadata.dense.dense
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        mode = forward_batch.forward_mode
+        if mode.is_idle():
+            self.forward_metadata = None
+        elif mode.is_decode():
+            self.forward_metadata = metadata.decode_step(
+                self.req_to_token,
+                forward_batch.req_pool_indices,
+                forward_batch.seq_lens,
+                int(forward_batch.seq_lens_cpu.max()),
+                dense_fallback.SPARSE_DECODE,
+            )
+        elif _plain_prefill(mode):
+            self.forward_metadata = self._plan_prefill(forward_batch)
+        else:
+            raise NotImplementedError(
+                f"forward mode {mode.name} is not served yet: remove the --speculative-* flags (or the dLLM / PD "
+                "flags), or set "
+                "SGLANG_DSA_PLUGIN=off to use SGLang's built-in DSA on a GPU"
+            )
+
+    def _plan_prefill(self, forward_batch: ForwardBatch) -> metadata.StepMetadata:
+        prefix, extend = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+        lengths = [int(p) + int(e) for p, e in zip(prefix, extend)]
+        decision = dense_fallback.decide(
+            plain_prefill=True,
+            max_length=max(lengths, default=0),
+            total_keys=sum(lengths),
+            threshold=envs.SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD.get(),
+            capacity=forward_batch.get_max_chunk_capacity(),
+            allowed=None if self.supports_mha_one_shot else "switched off by the hybrid backend",
+        )
+        rows = forward_batch.positions.shape[0]
+        step = metadata.extend_step(
+            self.req_to_token,
+            forward_batch.req_pool_indices,
+            forward_batch.extend_prefix_lens,
+            forward_batch.extend_seq_lens,
+            rows,
+            max(lengths, default=0),
+            decision,
+        )
+        self.paths.count(decision, rows)
+        self._metrics.count(decision, rows)
+        logger.debug("prefill of %d rows: %s (%s)", rows, "dense" if decision.dense else "sparse", decision.reason)
+        return step
+
+    def get_indexer_metadata(self, layer_id: int, forward_batch: ForwardBatch) -> metadata.StepMetadata | None:
+        """The step's metadata for this package's indexer; None on an idle rank."""
+        return self.forward_metadata
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Padded rows of a captured graph read one token of the padding page."""
+        return 1
+
+    # Dense path: SGLang's MHA forward asks the backend to prepare q, k and v
+
+    def prepare_prefill_qkv(
+        self,
+        *,
+        q: torch.Tensor,
+        q_pe: torch.Tensor,
+        kv_a: torch.Tensor,
+        k_pe: torch.Tensor,
+        positions: torch.Tensor,
+        layer: Any,
+        forward_batch: ForwardBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rope, store the new rows, read the cached prefix, expand keys and values.
+
+        q [T,H,nope+rope] and its rope part q_pe, kv_a [T,512] normed latent, k_pe [T,1,64] before rope. Returns q, and
+        k, v over prefix and new tokens in request order. All row layouts go through the pool, so fp8 rows need no path
+        of their own.
+        """
+        if layer.rotary_emb is not None:
+            q_pe, k_pe = layer.rotary_emb(positions, q_pe, k_pe)
+            q[..., layer.qk_nope_head_dim :] = q_pe
+        latent, rope = kv_a.reshape(-1, LATENT_DIM), k_pe.reshape(-1, ROPE_DIM)
+        self.token_to_kv_pool.set_mla_kv_buffer(layer.attn_mha, KVWriteLoc.for_batch(forward_batch), latent, rope)
+        step = self.forward_metadata
+        if step.prefix_slots.numel():
+            old = self.token_to_kv_pool.get_mla_kv_buffer(layer.attn_mha, step.prefix_slots, q.dtype)
+            keys = core.interleave_prefix(
+                torch.cat([part.squeeze(1) for part in old], dim=-1),
+                torch.cat([latent, rope], dim=-1),
+                step,
+                forward_batch.extend_prefix_lens,
+                forward_batch.extend_seq_lens,
+            )
+            latent, rope = keys.split([LATENT_DIM, ROPE_DIM], dim=-1)
+        expanded = layer.kv_b_proj(latent.contiguous())[0]
+        expanded = expanded.view(-1, layer.num_local_heads, layer.qk_nope_head_dim + layer.v_head_dim)
+        k_nope, v = expanded.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=-1)
+        k = torch.cat([k_nope, rope.unsqueeze(1).expand(-1, layer.num_local_heads, -1)], dim=-1)
+        return q, k, v.contiguous()
+
+    # Attention
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Prefill rows: dense when the step was planned so, else sparse. Returns [T, H*Dv] or [T, H*512]."""
+        if "q_rope" not in kwargs:
+            return self.core.dense(
+                q.view(-1, layer.tp_q_head_num, layer.head_dim),
+                k.view(-1, layer.tp_k_head_num, layer.head_dim),
+                v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
+                self.forward_metadata,
+                layer.scaling,
+            )
+        return self._sparse(q, k, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """One row per request, always sparse. Returns [B, H*512]."""
+        return self._sparse(q, k, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def _sparse(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+        *,
+        q_rope: torch.Tensor,
+        k_rope: torch.Tensor,
+        topk_indices: torch.Tensor | None = None,
+        attn_sink: torch.Tensor | None = None,
+        **_unused: Any,
+    ) -> torch.Tensor:
+        if topk_indices is None:
+            raise RuntimeError(
+                f"layer {layer.layer_id} got no picks: it reuses those of an earlier layer and none were carried to it "
+                "(two-batch overlap drops them; pipeline stages must send them)"
+            )
+        if save_kv_cache:
+            self.token_to_kv_pool.set_mla_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, k_rope)
+        return self.core.sparse(
+            q.view(-1, layer.tp_q_head_num, LATENT_DIM),
+            q_rope.view(-1, layer.tp_q_head_num, ROPE_DIM),
+            self.token_to_kv_pool.rows_of(layer.layer_id),
+            topk_indices,
+            self.forward_metadata,
+            layer.scaling,
+            sink=attn_sink,
+        )
+
+    # Read from outside the class
+
+    def prepare_mtp_seed_indices(self, topk_indices: torch.Tensor, forward_mode: ForwardMode) -> torch.Tensor:
+        """Picks are positions in the request in every mode, so a draft may start from them as they are."""
+        return topk_indices
+
+    def q8kv8_born_fp8_q_eligible(self, *_args: Any) -> bool:
+        """Queries are never produced in fp8 ahead of the backend."""
+        return False
+
+
+class DsaMultiStepBackend:
+    """Stands in for SGLang's multi-step draft backend; speculative decoding is refused by the argument check before
+    this.
+    """
+
+    def __init__(self, model_runner: ModelRunner, *_args: Any, **_kwargs: Any) -> None:
+        raise NotImplementedError(
+            "speculative decoding is not served yet for DSA models; remove the --speculative-* flags"
+        )
+
+
+def _plain_prefill(mode: ForwardMode) -> bool:
+    return mode.is_extend_without_speculative() and not (mode.is_dllm_extend() or mode.is_prebuilt())

@@ -1,0 +1,155 @@
+"""Every name and signature of SGLang this package relies on, in one table, checked before any hook is queued.
+
+A renamed symbol then stops the server with its name, instead of leaving a hook unapplied and the built-in in place.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+SGLANG_RANGE = SpecifierSet(">=0.5.23,<0.6")
+TESTED = "0.5.23"
+_SRT = "sglang.srt."
+
+
+class ContractError(RuntimeError):
+    """SGLang is not the one this package was written for; the message lists every mismatch."""
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """path below sglang.srt ("module.name" or "module.Class.member"); parameters that must exist, by name."""
+
+    path: str
+    parameters: tuple[str, ...] = ()
+
+
+SYMBOLS: tuple[Symbol, ...] = (
+    Symbol("plugins.hook_registry.HookRegistry.register", ("target", "hook", "hook_type")),
+    Symbol("arg_groups.resolution_hooks.register_resolution_hook", ("name",)),
+    Symbol("arg_groups.overrides.declare_resolution"),
+    Symbol("arg_groups.model_override_base.model_config_of", ("server_args",)),
+    Symbol("arg_groups.model_override_base.resolving_view"),
+    Symbol("arg_groups.model_override_base.attention_backends_of"),
+    Symbol("arg_groups.model_hook.handle_model_specific_adjustments", ("server_args",)),
+    Symbol("arg_groups.platform_hook.handle_cpu_backends", ("server_args",)),
+    Symbol("model_executor.cuda_graph_config.with_phase"),
+    Symbol("platforms.interface.SRTPlatform.get_kv_pool_cls", ("kind",)),
+    Symbol("platforms.interface.SRTPlatform.post_load_model", ("model",)),
+    Symbol("platforms.cpu.CpuDeviceMixin"),
+    Symbol("platforms.cuda.CudaSRTPlatform"),
+    Symbol("layers.attention.base_attn_backend.AttentionBackend"),
+    Symbol(
+        "layers.attention.dsa_backend.DeepseekSparseAttnBackend",
+        ("model_runner", "skip_prefill", "speculative_step_id", "topk", "speculative_num_steps"),
+    ),
+    Symbol("layers.attention.dsa_backend.DeepseekSparseAttnMultiStepBackend", ("model_runner",)),
+    Symbol(
+        "layers.attention.dsa.dsa_indexer.Indexer",
+        (
+            "hidden_size",
+            "index_n_heads",
+            "index_head_dim",
+            "rope_head_dim",
+            "index_topk",
+            "q_lora_rank",
+            "max_position_embeddings",
+            "rope_theta",
+            "layer_id",
+            "scale_fmt",
+            "block_size",
+            "rope_scaling",
+            "is_neox_style",
+            "prefix",
+            "quant_config",
+            "alt_stream",
+            "config",
+        ),
+    ),
+    Symbol("layers.attention.dsa.dsa_indexer_kpool.IndexerKPool"),
+    Symbol("models.deepseek_common.attention_backend_handler.handle_attention_dsa"),
+    Symbol("layers.rotary_embedding.factory.get_rope_cpu", ("rope_scaling", "device")),
+    Symbol("layers.rotary_embedding.factory.get_rope"),
+    Symbol("layers.rotary_embedding.base.RotaryEmbedding._compute_cos_sin_cache"),
+    Symbol("mem_cache.kv_cache_configurator.calculate_mla_kv_cache_dim", ("model_config", "kv_cache_dtype")),
+    Symbol(
+        "model_executor.pool_configurator.DefaultPoolConfigurator._compute_dsa_indexer_cell_size", ("kvc", "num_layers")
+    ),
+    Symbol(
+        "mem_cache.memory_pool.DSATokenToKVPool",
+        ("size", "page_size", "kv_lora_rank", "dtype", "kv_cache_dim", "skip_topk_layers"),
+    ),
+    Symbol("mem_cache.memory_pool.DSATokenToKVPool._create_index_key_cache"),
+    Symbol("mem_cache.memory_pool.DSATokenToKVPool._should_allocate_index_layer"),
+    Symbol(
+        "mem_cache.memory_pool.DSATokenToKVPool._write_mla_kv_buffer",
+        ("dst_buffer", "loc", "cache_k_nope", "cache_k_rope"),
+    ),
+    Symbol("mem_cache.memory_pool.KVWriteLoc.for_batch", ("forward_batch",)),
+    Symbol("mem_cache.memory_pool.unwrap_write_loc"),
+    Symbol("model_executor.forward_context.get_attn_backend"),
+    Symbol("model_executor.forward_context.get_token_to_kv_pool"),
+    Symbol("state_capturer.indexer_topk.maybe_capture_indexer_topk", ("layer_id", "topk_indices")),
+    Symbol("utils.numa_utils.get_cpu_ids_by_node"),
+)
+
+# Resolution steps this package wraps: a step that was renamed would simply never be called.
+STEPS = (
+    "handle_deprecated_dp_attention",
+    "handle_cuda_graph_config",
+    "handle_cpu_backends",
+    "handle_model_specific_adjustments",
+    "validate_deepep_v2_dispatch_token_budget",
+)
+
+
+def problems() -> list[str]:
+    """Every mismatch in words; empty when SGLang is as expected."""
+    try:
+        installed = version("sglang")
+    except PackageNotFoundError:
+        return [f"sglang is not installed; install sglang=={TESTED}"]
+    if not SGLANG_RANGE.contains(installed, prereleases=True):
+        return [f"sglang {installed} is outside the supported range {SGLANG_RANGE}; install sglang=={TESTED}"]
+    found = [problem for symbol in SYMBOLS if (problem := _symbol_problem(symbol))]
+    from sglang.srt.arg_groups import resolution_hooks
+
+    found += [f"resolution step {s} is gone" for s in STEPS if s not in resolution_hooks._OVERRIDABLE_HOOKS]
+    return found
+
+
+def require() -> None:
+    """Raise ContractError naming every mismatch, the installed version and the remedy."""
+    found = problems()
+    if found:
+        raise ContractError(
+            "; ".join(found)
+            + f" (sglang {_installed()} installed, {TESTED} tested; remedy: pip install sglang=={TESTED})"
+        )
+
+
+def _installed() -> str:
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return "not"
+
+
+def _symbol_problem(symbol: Symbol) -> str | None:
+    try:
+        found = pkgutil.resolve_name(_SRT + symbol.path)
+    except (ImportError, AttributeError, ValueError) as error:
+        return f"{_SRT}{symbol.path} is missing ({type(error).__name__}: {error})"
+    missing = [p for p in symbol.parameters if p not in _parameters(found)]
+    return f"{_SRT}{symbol.path} lost its parameter {', '.join(missing)}" if missing else None
+
+
+def _parameters(found: Any) -> set[str]:
+    # A class is asked for its own constructor; modules with a metaclass would otherwise hide the parameters.
+    return set(inspect.signature(found.__init__ if isinstance(found, type) else found).parameters)

@@ -1,0 +1,149 @@
+"""Arguments of a DSA model: refuse what is not served, then declare what the plan says.
+
+Why: SGLang's step for these models reads a CUDA capability unconditionally, overrides the user's page size without a
+word and chooses kernels by GPU alone. Here the config is read (and refused by key) before anything is built, flags are
+checked by name, and the plan's KV dtype is declared last.
+Upstream: arg_groups/model_hook.py, handle_model_specific_adjustments (the capability read: line 341; overrides.py 512,
+631). Can go: never wholly (the refusals are ours); the capability shield goes when those reads are guarded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
+from sglang.srt.arg_groups.overrides import declare_resolution
+from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+from sglang_dsa_plugin import plan
+from sglang_dsa_plugin.config import DsaConfig, UnsupportedModel, is_dsa_config
+
+logger = logging.getLogger(__name__)
+SOURCE = "sglang_dsa_plugin"
+BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+DSA_NAMES = ("dsa", "nsa")
+# Declared as SGLang's own dsa_*_backend, so that no built-in layout or rope rule keyed by a kernel's name applies.
+KERNELS = "sglang_dsa_plugin"
+
+# Features that need work of their own in this package. Field -> (value that means "off", flag as the user types it).
+NOT_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "speculative_algorithm": ((None,), "--speculative-algorithm"),
+    "enable_prefill_cp": ((False, None), "--enable-prefill-cp"),
+    "attn_cp_size": ((1, None), "--attn-cp-size"),
+    "dcp_size": ((1, None), "--dcp-size"),
+    "enable_hisparse": ((False, None), "--enable-hisparse"),
+    "enable_hierarchical_cache": ((False, None), "--enable-hierarchical-cache"),
+    "enable_dsa_cache_layer_split": ((False, None), "--enable-dsa-cache-layer-split"),
+    "enable_kv_cache_sharding": ((False, None), "--enable-kv-cache-sharding"),
+    "enable_two_batch_overlap": ((False, None), "--enable-two-batch-overlap"),
+    "enable_unified_memory": ((False, None), "--enable-unified-memory"),
+    "enable_pdmux": ((False, None), "--enable-pdmux"),
+    "disaggregation_mode": (("null", None), "--disaggregation-mode"),
+    "dsa_triton_union": ((0, None), "--dsa-triton-union"),
+}
+
+
+def register() -> str:
+    """Queue the step hook."""
+    register_resolution_hook("handle_model_specific_adjustments")(adjust)
+    return "applied"
+
+
+def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """The step for every model: untouched unless the model is DSA or the user asked for dsa."""
+    # SGLang itself accepts a server without a checkpoint (an instance connector) and returns before reading a config.
+    config = _hf_config(server_args)
+    asked = [name for name in BACKEND_FIELDS if getattr(server_args, name, None) in DSA_NAMES]
+    if config is None or not is_dsa_config(config):
+        if asked:
+            architecture = (getattr(config, "architectures", None) or ["this model"])[0]
+            raise UnsupportedModel(
+                f"--{asked[0].replace('_', '-')} {getattr(server_args, asked[0])}: {architecture} has no index_topk "
+                "in its "
+                "config.json, so it has no sparse attention; choose another attention backend or a DSA checkpoint"
+            )
+        previous(server_args)
+        return
+    dsa = DsaConfig.from_hf(config)
+    user = _user_values(server_args)
+    refuse_flags(user, dsa)
+    serving = plan.plan_serving(
+        model_dtype=model_config_of(server_args).dtype,
+        kv_cache_dtype=user.get("kv_cache_dtype") or "auto",
+        page_size=user.get("page_size"),
+        prefill_backend=user.get("dsa_prefill_backend"),
+        decode_backend=user.get("dsa_decode_backend"),
+        device="cuda" if torch.cuda.is_available() else "cpu",
+    )
+    declare_resolution(
+        server_args, SOURCE, kv_cache_dtype="bfloat16", dsa_prefill_backend=KERNELS, dsa_decode_backend=KERNELS
+    )
+    with _capability_shield():
+        previous(server_args)
+    declare_resolution(server_args, SOURCE, kv_cache_dtype=serving.kv_cache_dtype, **_graphs_off(server_args))
+    logger.info("sglang-dsa-plugin plan: %s", serving.describe())
+
+
+def refuse_flags(user: dict[str, Any], config: DsaConfig) -> None:
+    """Raise plan.Refusal for the first flag (as the user gave it) that is not served for a DSA model."""
+    for name in BACKEND_FIELDS:
+        value = user.get(name)
+        if value is not None and value not in DSA_NAMES:
+            raise plan.Refusal(
+                f"--{name.replace('_', '-')} {value} does not run the sparse attention that {config.architecture} was "
+                "trained with; "
+                "use --attention-backend dsa, or set SGLANG_DSA_PLUGIN=off to serve it the way SGLang does without "
+                "this plugin"
+            )
+    for field, (off, flag) in NOT_SERVED.items():
+        value = user.get(field)
+        if value not in off:
+            shown = "" if value is True else f" {value}"
+            raise plan.Refusal(
+                f"{flag}{shown} is not served yet for DSA models by sglang-dsa-plugin; leave the flag out, or set "
+                "SGLANG_DSA_PLUGIN=off to use SGLang's built-in DSA on a GPU"
+            )
+
+
+def _hf_config(server_args: Any) -> Any:
+    from sglang.srt.connector import ConnectorType
+    from sglang.srt.utils import parse_connector_type
+
+    if parse_connector_type(resolving_view(server_args).model_path) == ConnectorType.INSTANCE:
+        return None
+    return model_config_of(server_args).hf_config
+
+
+def _user_values(server_args: Any) -> dict[str, Any]:
+    """Argument values before any step declared something: what the user typed, or SGLang's static default."""
+    return server_args._raw_input
+
+
+def _graphs_off(server_args: Any) -> dict[str, Any]:
+    """The torch operators read lengths on the host now and then, so nothing is captured yet."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    graphs = resolving_view(server_args).cuda_graph_config
+    for phase in (Phase.PREFILL, Phase.DECODE):
+        graphs = with_phase(graphs, phase, backend=Backend.DISABLED)
+    return {"cuda_graph_config": graphs}
+
+
+@contextlib.contextmanager
+def _capability_shield() -> Iterator[None]:
+    """Answer the capability query for the length of the built-in step on a machine without CUDA; the answer is not
+    used.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    original = torch.cuda.get_device_capability
+    torch.cuda.get_device_capability = lambda *_args, **_kwargs: (0, 0)
+    try:
+        yield
+    finally:
+        torch.cuda.get_device_capability = original

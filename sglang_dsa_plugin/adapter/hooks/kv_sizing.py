@@ -1,0 +1,52 @@
+"""Bytes planned equal bytes allocated, in every row layout and index-key dtype.
+
+Why: SGLang derives the row width from its own kernels' names and always counts 132 bytes an index key.
+Upstream: mem_cache/kv_cache_configurator.py calculate_mla_kv_cache_dim; model_executor/pool_configurator.py
+DefaultPoolConfigurator._compute_dsa_indexer_cell_size.
+Can go: when the pool class is asked for its bytes per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_dsa_plugin import plan
+from sglang_dsa_plugin.cache.layouts import FP8, index_token_bytes
+from sglang_dsa_plugin.config import is_dsa_config
+
+
+def register() -> str:
+    """Queue both hooks."""
+    HookRegistry.register(
+        "sglang.srt.mem_cache.kv_cache_configurator.calculate_mla_kv_cache_dim", row_width, HookType.AROUND
+    )
+    HookRegistry.register(
+        "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_dsa_indexer_cell_size",
+        indexer_bytes,
+        HookType.AROUND,
+    )
+    return "applied"
+
+
+def row_width(original: Callable[..., int], *, model_config: Any, kv_cache_dtype: torch.dtype) -> int:
+    """Elements of a latent row; SGLang multiplies by the element size of the KV dtype."""
+    if not is_dsa_config(model_config.hf_config):
+        return original(model_config=model_config, kv_cache_dtype=kv_cache_dtype)
+    return plan.latent_layout(kv_cache_dtype).width
+
+
+def indexer_bytes(original: Callable[..., int], configurator: Any, *, kvc: Any, **kwargs: Any) -> int:
+    """Index bytes of one token over the layers SGLang counted, at the true size of a key."""
+    counted = original(configurator, kvc=kvc, **kwargs)
+    layers, rest = divmod(counted, index_token_bytes(FP8))
+    if rest:
+        raise RuntimeError(
+            f"SGLang counted {counted} index bytes a token, not a multiple of {index_token_bytes(FP8)}: its formula "
+            "has changed; "
+            "run `sglang-dsa doctor`"
+        )
+    return layers * index_token_bytes(plan.index_key_dtype(kvc.model_config.dtype))

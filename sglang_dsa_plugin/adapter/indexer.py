@@ -1,0 +1,200 @@
+"""The indexer module SGLang's model classes build in place of `Indexer`: parameters under the checkpoint's names,
+arithmetic in indexer/token.py, scores and selection in ops.index_select.
+
+It is a plain module, not a subclass of SGLang's: that class's constructor needs DeepGEMM on CUDA and its forward
+differs by platform. `wk` and `weights_proj` stay separate everywhere, so a quantised wk and a float gate load by the
+ordinary loader.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.layers.rotary_embedding import get_rope
+from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.state_capturer.indexer_topk import get_global_indexer_capturer, maybe_capture_indexer_topk
+from sglang.srt.utils import add_prefix
+
+from sglang_dsa_plugin import settings
+from sglang_dsa_plugin.adapter import state
+from sglang_dsa_plugin.cache.layouts import ROPE_DIM
+from sglang_dsa_plugin.config import DsaConfig, UnsupportedModel
+from sglang_dsa_plugin.indexer.token import TokenIndexer
+from sglang_dsa_plugin.ops import index_select
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.quantization.base_config import QuantizationConfig
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class DsaIndexer(torch.nn.Module):
+    """Keys, queries, gate and picks of one layer; replicated over tensor-parallel ranks.
+
+    Called with keywords by the model; returns int32 [R, index_topk] positions in each row's request, ascending, -1
+    after them.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        index_n_heads: int,
+        index_head_dim: int,
+        rope_head_dim: int,
+        index_topk: int,
+        q_lora_rank: int,
+        max_position_embeddings: int,
+        rope_theta: float,
+        layer_id: int,
+        scale_fmt: str | None = None,
+        block_size: int = 128,
+        rope_scaling: dict[str, Any] | None = None,
+        is_neox_style: bool = True,
+        prefix: str = "",
+        quant_config: QuantizationConfig | None = None,
+        alt_stream: torch.cuda.Stream | None = None,
+        config: Any = None,
+    ) -> None:
+        """The keywords SGLang passes. Raises UnsupportedModel where they and the config disagree."""
+        super().__init__()
+        self.config = DsaConfig.from_hf(config)
+        self.layer_id = layer_id
+        self.n_heads = index_n_heads
+        self.head_dim = index_head_dim
+        self.index_topk = index_topk
+        layout = "half" if is_neox_style else "interleaved"
+        if layout != self.config.index_rope_layout:
+            raise UnsupportedModel(
+                f"indexer_rope_interleave: SGLang builds layer {layer_id} with {layout} rope, the config says "
+                f"{self.config.index_rope_layout}; set indexer_rope_interleave in config.json"
+            )
+        dtype = torch.get_default_dtype()
+        state.set_model_dtype(dtype)
+        self.wq_b = ReplicatedLinear(
+            q_lora_rank,
+            index_n_heads * index_head_dim,
+            bias=False,
+            quant_config=quant_config,
+            prefix=add_prefix("wq_b", prefix),
+        )
+        self.wk = ReplicatedLinear(
+            hidden_size, index_head_dim, bias=False, quant_config=quant_config, prefix=add_prefix("wk", prefix)
+        )
+        self.weights_proj = ReplicatedLinear(
+            hidden_size,
+            index_n_heads,
+            bias=False,
+            # Checkpoints keep the gate unquantised; a float32 model keeps all of its digits.
+            params_dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16,
+            prefix=add_prefix("weights_proj", prefix),
+        )
+        norm = torch.nn.RMSNorm if self.config.key_norm == "rms" else torch.nn.LayerNorm
+        self.k_norm = norm(index_head_dim, eps=self.config.key_norm_eps, dtype=torch.float32)
+        rotary = get_rope(
+            rope_head_dim,
+            rotary_dim=rope_head_dim,
+            max_position=max_position_embeddings,
+            base=rope_theta,
+            rope_scaling=rope_scaling,
+            is_neox_style=is_neox_style,
+        )
+        self.token = TokenIndexer(index_n_heads, layout, _float_table(rotary), state.index_key_dtype())
+
+    @property
+    def topk_output_width(self) -> int:
+        """Picks per row; SGLang's context-parallel overlap tests for this attribute."""
+        return self.index_topk
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        q_lora: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: ForwardBatch,
+        layer_id: int,
+        return_indices: bool = True,
+        use_cuda_graph: bool = True,
+    ) -> torch.Tensor | None:
+        """Store the keys of x [R,hidden] in every case; picks from q_lora [R,q_lora_rank] (normed) unless
+        return_indices is False.
+        """
+        if isinstance(x, tuple):
+            raise TypeError(
+                "DsaIndexer: the hidden state came quantised as a tuple, which only ROCm's fused norms produce"
+            )
+        step = get_attn_backend().get_indexer_metadata(layer_id, forward_batch)
+        if step is None:
+            # An idle data-parallel rank has no rows in any cache; its shape still takes part in the collectives that
+            # follow.
+            picks = x.new_full((x.shape[0], self.index_topk), -1, dtype=torch.int32) if return_indices else None
+            return maybe_capture_indexer_topk(layer_id, self._same_on_all_ranks(picks))
+        pages = get_token_to_kv_pool().index_pages
+        local_layer = layer_id - get_token_to_kv_pool().start_layer
+        positions = positions.to(torch.int64)
+        key = self.token.keys(self.wk(x)[0], self.k_norm, positions)
+        pages.store(local_layer, forward_batch.out_cache_loc, key.k, key.scale)
+        if not return_indices and get_global_indexer_capturer() is None:
+            return None
+        query = self.token.queries(self.wq_b(q_lora)[0], self._head_weights(x), positions)
+        picks = index_select.paged(
+            query.q,
+            pages.buffer[local_layer],
+            query.gate,
+            step.lengths,
+            step.page_table,
+            step.row_to_request,
+            self.index_topk,
+            init_tokens=self.config.index_init_tokens,
+            local_tokens=self.config.index_local_tokens,
+            impl=settings.forced_impl(),
+        )
+        picks = maybe_capture_indexer_topk(layer_id, self._same_on_all_ranks(picks))
+        return picks if return_indices else None
+
+    def _head_weights(self, x: torch.Tensor) -> torch.Tensor:
+        """Gate before scaling, f32 [R,H]: accumulated and returned in float32 even from bf16 weights."""
+        if getattr(self.weights_proj, "set_lora", False):
+            return self.weights_proj(x)[0].float()
+        return torch.nn.functional.linear(x.float(), self.weights_proj.weight.float())
+
+    def _same_on_all_ranks(self, picks: torch.Tensor | None) -> torch.Tensor | None:
+        """With SGLANG_DSA_TOPK_BROADCAST every attention-TP rank takes rank 0's picks, as in the built-in."""
+        if picks is not None and envs.SGLANG_DSA_TOPK_BROADCAST.get():
+            group = get_parallel().attn_tp_group
+            if group.world_size > 1:
+                group.broadcast(picks, src=0)
+        return picks
+
+
+class PooledIndexerRefusal(torch.nn.Module):
+    """Stands in for `IndexerKPool`: pooled keys are not served, and the config reader has refused them before this is
+    built.
+    """
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        raise UnsupportedModel(
+            "index_kpool > 1: picking pooled keys is not served yet; set SGLANG_DSA_PLUGIN=off on a GPU"
+        )
+
+
+_tables: WeakKeyDictionary[torch.nn.Module, torch.Tensor] = WeakKeyDictionary()
+
+
+def _float_table(rotary: torch.nn.Module) -> torch.Tensor:
+    """cos_sin f32 [max positions, 64] of a rotary embedding, one copy for all layers that share it.
+
+    Computed anew, since off CUDA SGLang keeps the module's own table in the model's dtype.
+    """
+    table = _tables.get(rotary)
+    if table is None:
+        table = rotary._compute_cos_sin_cache().float().to(rotary.cos_sin_cache.device).contiguous()
+        if table.shape[1] != ROPE_DIM:
+            raise UnsupportedModel(
+                f"qk_rope_head_dim: the rope table has {table.shape[1]} values a row, expected {ROPE_DIM}"
+            )
+        _tables[rotary] = table
+    return table

@@ -1,0 +1,91 @@
+"""Attention of one layer over cached rows, independent of the server: sparse on the picks, or dense on expanded keys
+and values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_dsa_plugin.backend.metadata import StepMetadata
+from sglang_dsa_plugin.cache.layouts import LATENT_DIM, LatentLayout
+from sglang_dsa_plugin.ops import dense_mha, sparse_mla
+
+
+@dataclass(frozen=True)
+class AttentionCore:
+    """layout: of the cached rows.  impl_sparse, impl_dense: implementation names, None to let the support table
+    choose.
+    """
+
+    layout: LatentLayout
+    impl_sparse: str | None = None
+    impl_dense: str | None = None
+
+    def sparse(
+        self,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        rows: torch.Tensor,
+        picks: torch.Tensor,
+        step: StepMetadata,
+        scale: float,
+        sink: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Absorbed attention over the picked rows.
+
+        q_latent [R,H,512], q_rope [R,H,64], rows [N,width] of the layer, picks [R,k] positions in each row's request,
+        -1 none. Returns [R, H*512] in q's dtype; zero for rows without picks. Raises ValueError when picks do not
+        match the rows.
+        """
+        if picks.shape[0] != step.rows:
+            raise ValueError(
+                f"sparse attention: picks must have {step.rows} rows like the step, got {list(picks.shape)}"
+            )
+        out, _ = sparse_mla.sparse_mla(
+            torch.cat([q_latent, q_rope], dim=-1),
+            rows,
+            step.slots_of(picks),
+            scale,
+            self.layout.name,
+            sink=sink,
+            impl=self.impl_sparse,
+        )
+        return out.reshape(out.shape[0], -1, LATENT_DIM).flatten(1)
+
+    def dense(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: StepMetadata, scale: float
+    ) -> torch.Tensor:
+        """Causal attention of the batch's new tokens over all keys of their requests.
+
+        q [T,H,Dqk] new tokens; k [S,H,Dqk], v [S,H,Dv] prefix and new tokens, request after request. Returns [T, H*Dv].
+        """
+        if step.cu_queries is None or step.cu_keys is None:
+            raise RuntimeError(f"dense attention was called on a batch that was planned sparse ({step.dense.reason})")
+        out, _ = dense_mha.dense_mha(q, k, v, step.cu_queries, step.cu_keys, scale, impl=self.impl_dense)
+        return out.flatten(1)
+
+
+def interleave_prefix(
+    prefix: torch.Tensor, new: torch.Tensor, step: StepMetadata, prefix_lens: torch.Tensor, extend_lens: torch.Tensor
+) -> torch.Tensor:
+    """Per-request order [prefix of request 0, new of request 0, prefix of request 1, ...] from two packed tensors.
+
+    prefix [sum(prefix_lens), D], new [sum(extend_lens), D]. Returns [sum of both, D]. One scatter, no loop over
+    requests.
+    """
+    keys = torch.cat([prefix, new])
+    if prefix.shape[0] == 0:
+        return keys
+    out = torch.empty_like(keys)
+    starts = step.cu_keys[:-1].long()
+    out[_targets(starts, prefix_lens.long(), prefix.shape[0])] = prefix
+    out[_targets(starts + prefix_lens.long(), extend_lens.long(), new.shape[0])] = new
+    return out
+
+
+def _targets(starts: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:
+    owner = torch.repeat_interleave(torch.arange(lengths.shape[0], device=lengths.device), lengths, output_size=total)
+    within = torch.arange(total, device=lengths.device) - (torch.cumsum(lengths, 0) - lengths)[owner]
+    return starts[owner] + within

@@ -1,0 +1,116 @@
+"""What one forward step needs to know about its rows, built by a fixed number of tensor operations whatever the batch.
+
+R rows (query tokens) of B requests. `lengths[r]` is how many cached tokens row r may see (its position + 1),
+`page_table[b, i]` is the page that holds tokens 64 i .. 64 i + 63 of request b, `row_to_request[r]` names the request.
+Rows past the batch's real tokens are padding: length 0, request 0, so that they pick nothing and their output is zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from sglang_dsa_plugin.backend.dense_fallback import Decision
+from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
+from sglang_dsa_plugin.ops import select
+
+
+@dataclass
+class StepMetadata:
+    """Rows of one step (module docstring). `dense` is the one decision that planner and executor read."""
+
+    lengths: torch.Tensor
+    row_to_request: torch.Tensor
+    page_table: torch.Tensor
+    dense: Decision
+    cu_queries: torch.Tensor | None = None
+    cu_keys: torch.Tensor | None = None
+    prefix_slots: torch.Tensor | None = None
+    _picks: torch.Tensor | None = field(default=None, repr=False)
+    _slots: torch.Tensor | None = field(default=None, repr=False)
+
+    @property
+    def rows(self) -> int:
+        return self.lengths.shape[0]
+
+    def slots_of(self, picks: torch.Tensor) -> torch.Tensor:
+        """Token slots [R,k] of picked positions [R,k]; -1 stays.
+
+        Layers that reuse picks hand in the very same tensor, so the last translation is kept and compared by identity.
+        """
+        if self._picks is not picks:
+            self._slots = select.positions_to_slots(picks, self.page_table, self.row_to_request, page_size=PAGE_SIZE)
+            self._picks = picks
+        return self._slots
+
+
+def page_table(req_to_token: torch.Tensor, requests: torch.Tensor, max_length: int) -> torch.Tensor:
+    """Pages [B, ceil(max_length / 64)] int32 of the requests' rows in `req_to_token` [requests, context] (token slots).
+
+    Slots of one page are consecutive and start at a multiple of 64, so every 64th slot names its page.
+    """
+    pages = max(1, -(-max_length // PAGE_SIZE))
+    return (req_to_token[requests.long(), : pages * PAGE_SIZE : PAGE_SIZE] // PAGE_SIZE).to(torch.int32)
+
+
+def decode_step(
+    req_to_token: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor, max_length: int, dense: Decision
+) -> StepMetadata:
+    """One row per request: the token just appended sees all `lengths[b]` tokens of its request."""
+    return StepMetadata(
+        lengths=lengths.to(torch.int32),
+        row_to_request=torch.arange(lengths.shape[0], dtype=torch.int32, device=lengths.device),
+        page_table=page_table(req_to_token, requests, max_length),
+        dense=dense,
+    )
+
+
+def extend_step(
+    req_to_token: torch.Tensor,
+    requests: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    extend_lens: torch.Tensor,
+    rows: int,
+    max_length: int,
+    dense: Decision,
+) -> StepMetadata:
+    """`extend_lens[b]` new tokens after `prefix_lens[b]` cached ones per request (prefill, chunk, mixed batch).
+
+    rows: rows of the step, at least sum(extend_lens); the rest is padding. For the dense path also the cumulative
+    lengths and the slots of every request's cached prefix, in request order.
+    """
+    device = extend_lens.device
+    batch = extend_lens.shape[0]
+    extend = extend_lens.long()
+    starts = torch.cumsum(extend, 0) - extend
+    request = torch.repeat_interleave(torch.arange(batch, device=device), extend)
+    real = request.shape[0]
+    if real > rows:
+        raise ValueError(f"extend_step: rows must be at least the {real} new tokens of the batch, got {rows}")
+    lengths = prefix_lens.long()[request] + (torch.arange(real, device=device) - starts[request]) + 1
+    if rows > real:
+        lengths = torch.nn.functional.pad(lengths, (0, rows - real))
+        request = torch.nn.functional.pad(request, (0, rows - real))
+    step = StepMetadata(
+        lengths=lengths.to(torch.int32),
+        row_to_request=request.to(torch.int32),
+        page_table=page_table(req_to_token, requests, max_length),
+        dense=dense,
+    )
+    if dense.dense:
+        step.cu_queries = _cumulative(extend)
+        step.cu_keys = _cumulative(extend + prefix_lens.long())
+        step.prefix_slots = _prefix_slots(req_to_token, requests, prefix_lens.long())
+    return step
+
+
+def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0)).to(torch.int32)
+
+
+def _prefix_slots(req_to_token: torch.Tensor, requests: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
+    """Slots of all cached prefix tokens, request after request."""
+    owner = torch.repeat_interleave(torch.arange(prefix.shape[0], device=prefix.device), prefix)
+    offset = torch.arange(owner.shape[0], device=prefix.device) - (torch.cumsum(prefix, 0) - prefix)[owner]
+    return req_to_token[requests.long()[owner], offset]

@@ -1,0 +1,175 @@
+"""What a server of one DSA model will use, decided once from the flags, the model and the device.
+
+`plan_serving` is pure: flags and facts in, a `ServingPlan` with one reason per choice out, or a `Refusal` that names
+the flag and the remedy. The argument hook declares what it says, the pool allocates it, the backend logs it and the
+doctor prints it, so no two of them can disagree about a layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from sglang_dsa_plugin import settings, support
+from sglang_dsa_plugin.cache.layouts import FP8, LATENT_LAYOUTS, PAGE_SIZE, LatentLayout, index_token_bytes
+
+KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
+# SGLang's own backend names whose kernels read the raw 576-byte fp8 row; every other fp8 consumer reads the packed one.
+RAW_FP8_BACKENDS = ("trtllm", "tilelang")
+
+
+class Refusal(ValueError):
+    """A combination that is not served. The message names the flag or key and the remedy."""
+
+
+@dataclass(frozen=True)
+class ServingPlan:
+    """The choices for one server, with a reason for each.
+
+    kv_cache_dtype: what SGLang's kv_cache_dtype is set to ("auto" keeps the model's dtype: float32).
+    latent: layout of a latent row.  index_key_dtype: dtype of an index key (fp8 e4m3 or the model's).
+    impl: operator implementation by name, for the sparse phase.  reasons: choice -> words.
+    """
+
+    kv_cache_dtype: str
+    latent: LatentLayout
+    index_key_dtype: torch.dtype
+    implementations: dict[str, str]
+    reasons: dict[str, str] = field(default_factory=dict)
+    page_size: int = PAGE_SIZE
+
+    @property
+    def rotate_index(self) -> bool:
+        """Whether index queries and keys are Hadamard-rotated: both when keys are fp8, neither otherwise.
+
+        The rotation leaves dot products alone and only spreads outliers before fp8 rounding, so without fp8 it is
+        work for nothing. Queries and keys read the same answer: rotating one side only is fault U9.
+        """
+        return self.index_key_dtype == FP8
+
+    def bytes_per_token(self, layers: int, indexing_layers: int) -> int:
+        """Cache bytes of one token: latent rows of all layers plus index keys of the layers that own an indexer."""
+        return layers * self.latent.row_bytes + indexing_layers * index_token_bytes(self.index_key_dtype)
+
+    def describe(self) -> str:
+        """One line for the log: every choice with its reason."""
+        return "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
+
+
+def latent_layout(
+    kv_dtype: torch.dtype, prefill_backend: str | None = None, decode_backend: str | None = None
+) -> LatentLayout:
+    """The row layout of a pool of `kv_dtype` (bfloat16, float32 or e4m3).
+
+    For fp8 the setting SGLANG_DSA_PLUGIN_LATENT_LAYOUT decides; on auto, SGLang's own backend names do: kernels that
+    read raw rows in both phases get 576 bytes, everything else 656. Raises Refusal for other dtypes and for a pair
+    that cannot share rows.
+    """
+    if kv_dtype == torch.bfloat16:
+        return LATENT_LAYOUTS["bf16_1152"]
+    if kv_dtype == torch.float32:
+        return LATENT_LAYOUTS["fp32_2304"]
+    if kv_dtype != FP8:
+        raise Refusal(
+            f"KV cache dtype {str(kv_dtype).removeprefix('torch.')} is not served for a DSA model; "
+            f"use --kv-cache-dtype with one of {', '.join(KV_CACHE_DTYPES)}, and --dtype bfloat16 or float32"
+        )
+    forced = settings.latent_layout()
+    if forced != "auto":
+        return LATENT_LAYOUTS[forced]
+    raw = {name in RAW_FP8_BACKENDS for name in (prefill_backend, decode_backend)}
+    if raw == {True, False}:
+        raise Refusal(
+            f"--dsa-prefill-backend {prefill_backend} and --dsa-decode-backend {decode_backend} read different fp8 "
+            "rows "
+            f"(576 raw against 656 packed bytes) and cannot share a pool; name {' or '.join(RAW_FP8_BACKENDS)} for "
+            "both or for neither"
+        )
+    return LATENT_LAYOUTS["fp8_576" if raw == {True} else "fp8_656"]
+
+
+def index_key_dtype(model_dtype: torch.dtype) -> torch.dtype:
+    """Dtype of index keys: SGLANG_DSA_PLUGIN_INDEX_KEYS, where auto is the model's dtype for float32 models, else
+    fp8.
+    """
+    choice = settings.index_keys()
+    if choice == "fp8" or (choice == "auto" and model_dtype != torch.float32):
+        return FP8
+    return model_dtype
+
+
+def plan_serving(
+    *,
+    model_dtype: torch.dtype,
+    kv_cache_dtype: str = "auto",
+    page_size: int | None = None,
+    prefill_backend: str | None = None,
+    decode_backend: str | None = None,
+    device: str = "cpu",
+    sm: int | None = None,
+) -> ServingPlan:
+    """Decide for one server.
+
+    model_dtype: dtype the model computes in (float32 or bfloat16).  kv_cache_dtype, page_size, prefill_backend,
+    decode_backend: SGLang's flags as the user gave them, None when unset.  device: torch device type.  sm: compute
+    capability x 10 on CUDA. Raises Refusal naming the flag and the remedy.
+    """
+    if model_dtype not in (torch.bfloat16, torch.float32):
+        raise Refusal(
+            f"--dtype {str(model_dtype).removeprefix('torch.')} is not served for a DSA model: cached rows are "
+            "bfloat16, float32 or "
+            "fp8, and index scores overflow in float16; use --dtype bfloat16 (or float32)"
+        )
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise Refusal(
+            f"--kv-cache-dtype {kv_cache_dtype} is not served for a DSA model; use one of {', '.join(KV_CACHE_DTYPES)}"
+        )
+    if page_size not in (None, PAGE_SIZE):
+        raise Refusal(
+            f"--page-size {page_size} cannot be served for a DSA model: an index page holds {PAGE_SIZE} keys followed "
+            "by their "
+            f"scales; leave --page-size out or set it to {PAGE_SIZE}"
+        )
+    for flag, value in (("--dsa-prefill-backend", prefill_backend), ("--dsa-decode-backend", decode_backend)):
+        if value is not None:
+            raise Refusal(
+                f"{flag} {value} names a GPU kernel that this version does not serve; leave the flag out (operators "
+                "run in torch "
+                "on every device), or set SGLANG_DSA_PLUGIN=off to use SGLang's built-in DSA on a GPU"
+            )
+    kv_dtype, resolved = _kv_dtype(kv_cache_dtype, model_dtype)
+    latent = latent_layout(kv_dtype, prefill_backend, decode_backend)
+    keys = index_key_dtype(model_dtype)
+    choices = operator_choices(device, latent.name, sm)
+    asked = f"--kv-cache-dtype {kv_cache_dtype}"
+    reasons = {
+        "KV layout": f"{latent.name}, {latent.row_bytes} B a token and layer ({asked}, model in {_name(model_dtype)})",
+        "index keys": f"{_name(keys)}, {index_token_bytes(keys)} B a token and indexing layer "
+        f"(SGLANG_DSA_PLUGIN_INDEX_KEYS={settings.index_keys()})",
+        "rotation": "on queries and keys, since keys are fp8"
+        if keys == FP8
+        else "off on both sides, since keys are not fp8",
+    } | {op: f"{choice.name} ({choice.reason})" for op, choice in choices.items()}
+    return ServingPlan(resolved, latent, keys, {op: c.name for op, c in choices.items()}, reasons)
+
+
+def operator_choices(device: str, layout: str, sm: int | None = None) -> dict[str, support.Choice]:
+    """The implementation of each operator on the serving path, by the support table or SGLANG_DSA_PLUGIN_IMPL."""
+    return {
+        op: support.choose(op, device=device, sm=sm, layout=layout, impl=settings.forced_impl())
+        for op in ("index_select_paged", "sparse_mla", "dense_mha")
+    }
+
+
+def _kv_dtype(flag: str, model_dtype: torch.dtype) -> tuple[torch.dtype, str]:
+    """Torch dtype of the pool and the value to declare; auto follows the model's dtype."""
+    if flag == "fp8_e4m3":
+        return FP8, flag
+    if flag == "auto" and model_dtype == torch.float32:
+        return torch.float32, "auto"
+    return torch.bfloat16, "bfloat16"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
