@@ -4,10 +4,11 @@
     (a, b) -> (a * c - b * s,  b * c + a * s)
 
 where the pair (a, b) of angle i is (x[i], x[i + 32]) in layout "half" and (x[2i], x[2i + 1]) in layout "interleaved".
-Each value goes back to where it came from. DeepSeek-V3.2's indexer uses "half", its MLA and GLM-5's indexer "interleaved".
+Each value goes back to where it came from. DeepSeek-V3.2's indexer uses "half", its MLA and GLM-5's indexer
+"interleaved".
 
 x [..., 64] float32, bfloat16 or float16: the caller slices the rope part (the first 64 of an index head's 128, the last
-64 of an MLA head). positions: int32/int64, their shape a prefix of x.shape[:-1]; one position serves all heads after it.
+64 of an MLA head). positions: int32/int64, their shape a prefix of x.shape[:-1]; one position serves all heads after.
 cos_sin [max, 64]: 32 cosines, then 32 sines, a float dtype. Computed in fp32; the result has x's shape and dtype.
 Source: RoFormer, arXiv:2104.09864.
 """

@@ -2,14 +2,14 @@
 
     window of row r:    columns starts[r] .. starts[r] + lengths[r] - 1 of scores[r]; position p is column starts[r] + p
     order:              a before b  iff  score(a) > score(b), or the scores are equal and a < b
-                        -0.0 equals 0.0; denormals count; -inf is a number; every NaN is equal and comes after all numbers
+                        -0.0 equals 0.0; denormals count; -inf is a number; all NaN are equal and come after all numbers
     forced:             I = min(init_tokens, k) first positions, then the last L = min(local_tokens, k - I) positions
     picks[r]:           the forced positions and the first of the others in that order, min(lengths[r], k) in all,
                         ascending, then -1 up to k
 
-The order is total, so the result is one value, bit for bit, on every implementation and every run: ReLU makes plateaus of
-equal scores, and an unstated tie rule picks other keys on every replay (sgl-project/sglang#31115, #30645). Ascending
-picks also make the gather that follows walk the cache forwards.
+The order is total, so the result is one value, bit for bit, on every implementation and every run: ReLU makes plateaus
+of equal scores, and an unstated tie rule picks other keys on every replay (sgl-project/sglang#31115, #30645).
+Ascending picks also make the gather that follows walk the cache forwards.
 
     slots:              page_table[row_to_request[r], p // page_size] * page_size + p % page_size
     ragged:             p + offsets[r]

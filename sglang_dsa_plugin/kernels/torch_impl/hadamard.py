@@ -1,4 +1,4 @@
-"""Hadamard rotation as a butterfly of two small matmuls-free steps; see ops/hadamard.py."""
+"""Hadamard rotation as a butterfly of additions; see ops/hadamard.py."""
 
 from __future__ import annotations
 

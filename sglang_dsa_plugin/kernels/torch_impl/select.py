@@ -1,7 +1,7 @@
 """Exact top-k in torch; see ops/select.py for the order.
 
-A float becomes an int32 key whose integer order is the order asked for, so neither NaN rules nor a flush-to-zero mode of
-the process can change a pick. `torch.topk` then gives only the k-th key: which of several equal keys it would return
+A float becomes an int32 key whose integer order is the order asked for, so neither NaN rules nor a flush-to-zero mode
+of the process can change a pick. `torch.topk` then gives only the k-th key: which of several equal keys it would return
 is its own choice, so the picks are every key above the k-th and, in position order, as many equal to it as still fit.
 """
 

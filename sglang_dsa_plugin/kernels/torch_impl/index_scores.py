@@ -1,0 +1,188 @@
+"""Index scores in torch; see ops/index_scores.py for the formula.
+
+Rows of one window start (ragged) or one request (paged) are scored together, key tile by key tile:
+
+    block [rows * H, keys] = q . k;   relu in place;   score [rows, keys] = gate [rows, 1, H] @ block [rows, H, keys]
+
+The block is the only place where the head axis meets keys, and its size is a constant: on the CPU it stays in the
+cache, so relu and head sum cost no memory traffic. Keys come in multiples of 64 (padded with zeros, or with what else is in
+the page): then a score depends on its row and key alone, not on the tile, its neighbours or the batch. That is a
+property of the matmul library, held by a test on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ...cache.layouts import FP8, INDEX_DIM, PAGE_SIZE
+
+_ALIGN = 64
+_BLOCK_ELEMENTS = 1 << 20  # f32 elements of a block: 4 MiB
+_BLOCK_ELEMENTS_CUDA = 1 << 24
+_BLOCK_ROWS = 1024  # rows * H of a block
+_MAX_KEYS = 4096
+_MIN_DOTS = 16
+
+# (first key, count) -> keys f32 [count rounded up to 64, 128] and their scales f32 [count] or None
+LoadKeys = Callable[[int, int], tuple[torch.Tensor, torch.Tensor | None]]
+KeysOf = Callable[[int], LoadKeys]  # from the value that rows with the same keys share
+
+
+def ragged(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    gate: torch.Tensor,
+    start: torch.Tensor,
+    end: torch.Tensor,
+    width: int | None,
+) -> torch.Tensor:
+    """q [R, H, 128], k [S, 128], k_scale [S] or None, gate [R, H], start, end [R] -> f32 [R, width]."""
+    starts, lengths = windows(start, end)
+    width = max(lengths, default=0) if width is None else width
+    scores = torch.empty((q.shape[0], width), dtype=torch.float32, device=q.device)
+    for first, last in runs(starts):
+        load = ragged_keys(k, k_scale, starts[first])
+        score_rows(scores[first:last], q[first:last], gate[first:last], lengths[first:last], load)
+    return scores
+
+
+def paged(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    gate: torch.Tensor,
+    lengths: torch.Tensor,
+    page_table: torch.Tensor,
+    row_to_request: torch.Tensor,
+    width: int | None,
+) -> torch.Tensor:
+    """q [R, H, 128], pages, gate [R, H], lengths [R], page_table [B, n], row_to_request [R] -> f32 [R, width]."""
+    sizes, requests = torch.stack((lengths.long(), row_to_request.long())).tolist()
+    width = max(sizes, default=0) if width is None else width
+    scores = torch.empty((q.shape[0], width), dtype=torch.float32, device=q.device)
+    for first, last in runs(requests):
+        load = paged_keys(pages, page_table[requests[first]])
+        score_rows(scores[first:last], q[first:last], gate[first:last], sizes[first:last], load)
+    return scores
+
+
+def windows(start: torch.Tensor, end: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Starts and lengths of ragged windows on the host, in one read; an empty window has length 0."""
+    starts, ends = torch.stack((start.long(), end.long())).tolist()
+    return starts, [max(0, e - s) for s, e in zip(starts, ends)]
+
+
+def runs(values: list[int]) -> Iterator[tuple[int, int]]:
+    """[first, last) of each run of consecutive rows with the same value."""
+    first = 0
+    for r in range(1, len(values) + 1):
+        if r == len(values) or values[r] != values[first]:
+            yield first, r
+            first = r
+
+
+def ragged_keys(k: torch.Tensor, k_scale: torch.Tensor | None, start: int) -> LoadKeys:
+    """Keys start, start + 1, ... of a key buffer [S, 128]."""
+
+    def load(first: int, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        at = slice(start + first, start + first + count)
+        keys = to_float(k[at])
+        if count % _ALIGN:
+            keys = torch.nn.functional.pad(keys, (0, 0, 0, -count % _ALIGN))
+        return keys, None if k_scale is None else k_scale[at]
+
+    return load
+
+
+def paged_keys(pages: torch.Tensor, table: torch.Tensor) -> LoadKeys:
+    """Keys of one request, whose pages are `table` [n]; `first` is a multiple of 64."""
+
+    def load(first: int, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        taken = pages.index_select(0, table[first // PAGE_SIZE : -(-(first + count) // PAGE_SIZE)])
+        if taken.dtype != torch.uint8:
+            return taken.view(-1, INDEX_DIM).float(), None
+        keys = to_float(taken[:, : PAGE_SIZE * INDEX_DIM].view(FP8)).view(-1, INDEX_DIM)
+        scales = taken[:, PAGE_SIZE * INDEX_DIM :].contiguous().view(torch.float32).view(-1)
+        return keys, scales[:count]
+
+    return load
+
+
+def to_float(x: torch.Tensor) -> torch.Tensor:
+    """x as f32, exactly; a view of x when it is f32 already.
+
+    e4m3 on the CPU takes a detour, ten times as fast as torch's conversion: its bits, moved into a float16, read as the
+    value times 2^-8 (exact, subnormals included). Only NaN has no such image, so a tensor that holds one goes without.
+    """
+    if x.dtype != FP8 or x.device.type != "cpu" or x.numel() == 0:
+        return x.float()
+    bytes_ = x.view(torch.int8)
+    if int((bytes_ & 0x7F).max()) == 0x7F:
+        return x.float()
+    halves = bytes_.to(torch.int16).mul_(128).bitwise_and_(-0x4001)  # the sign spreads to bit 14; clear it there
+    return halves.view(torch.float16).float().mul_(256.0)
+
+
+def score_rows(
+    scores: torch.Tensor,
+    q: torch.Tensor,
+    gate: torch.Tensor,
+    lengths: list[int],
+    load: LoadKeys,
+    first_key: int = 0,
+) -> None:
+    """Fill scores [n, width] of rows that share their keys; column j is key first_key + j of the window.
+
+    q [n, H, 128], gate f32 [n, H]; lengths: keys in each row's window, counted from the window's first key.
+    """
+    rows, heads, _ = q.shape
+    width = scores.shape[1]
+    counts = [min(max(0, length - first_key), width) for length in lengths]
+    row_tile = max(1, min(rows, _BLOCK_ROWS // max(1, heads)))
+    elements = _BLOCK_ELEMENTS if q.device.type == "cpu" else _BLOCK_ELEMENTS_CUDA
+    key_tile = max(_ALIGN, min(_MAX_KEYS, elements // (row_tile * max(1, heads)) // _ALIGN * _ALIGN))
+    longest = max(counts, default=0)
+    block = torch.empty(
+        max(_MIN_DOTS, row_tile * heads) * min(key_tile, -(-longest // _ALIGN) * _ALIGN), device=q.device
+    )
+    for column in range(0, longest, key_tile):
+        keys, scales = load(first_key + column, min(key_tile, longest - column))
+        for top in range(0, rows, row_tile):
+            tile = slice(top, top + row_tile)
+            count = min(key_tile, max(counts[tile]) - column)
+            if count > 0:
+                part = _score_tile(q[tile], gate[tile], keys[: -(-count // _ALIGN) * _ALIGN], block)[:, :count]
+                if scales is not None:
+                    part = part * scales[:count]
+                scores[tile, column : column + count] = part
+    _mask_tails(scores, counts)
+
+
+def _score_tile(q: torch.Tensor, gate: torch.Tensor, keys: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """q [n, H, 128], gate [n, H], keys f32 [m, 128], scratch block -> f32 [n, m]."""
+    n, heads, dim = q.shape
+    flat = to_float(q).reshape(n * heads, dim)
+    if n * heads < _MIN_DOTS:
+        # A matmul of few rows takes another path with other rounding; a score must not depend on its neighbours.
+        flat = torch.nn.functional.pad(flat, (0, 0, 0, _MIN_DOTS - n * heads))
+    dots = block[: flat.shape[0] * keys.shape[0]].view(flat.shape[0], keys.shape[0])
+    torch.mm(flat, keys.T, out=dots)
+    dots = dots[: n * heads]
+    dots.relu_()
+    return torch.bmm(gate.unsqueeze(1), dots.view(n, heads, -1)).squeeze(1)
+
+
+def _mask_tails(scores: torch.Tensor, counts: list[int]) -> None:
+    """-inf from counts[r] on in row r."""
+    width = scores.shape[1]
+    shortest = min(counts, default=width)
+    if shortest == width:
+        return
+    if len(counts) == 1:
+        scores[0, shortest:] = -torch.inf
+        return
+    limits = torch.tensor(counts, device=scores.device).unsqueeze(1)
+    columns = torch.arange(shortest, width, device=scores.device)
+    scores[:, shortest:].masked_fill_(columns >= limits, -torch.inf)
