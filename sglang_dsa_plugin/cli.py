@@ -1,0 +1,28 @@
+"""The sglang-dsa command. Each subcommand lives in its own module under tools/ and is only registered here."""
+
+from __future__ import annotations
+
+import typer
+
+from sglang_dsa_plugin.tools import make_model_command
+
+app = typer.Typer(
+    name="sglang-dsa",
+    help="DeepSeek Sparse Attention for SGLang: tools around the plugin.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+@app.callback()
+def main() -> None:
+    """DeepSeek Sparse Attention for SGLang: tools around the plugin."""
+    # A callback keeps subcommands subcommands even while there is only one.
+
+
+app.command("make-model")(make_model_command.make_model)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,1 @@
+"""Command-line tools: one module a command, registered in cli.py. Heavy imports stay inside functions."""
