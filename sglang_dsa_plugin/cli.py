@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from sglang_dsa_plugin.tools import make_model_command
+from sglang_dsa_plugin.tools import doctor, make_model_command
 
 app = typer.Typer(
     name="sglang-dsa",
@@ -22,6 +22,7 @@ def main() -> None:
 
 
 app.command("make-model")(make_model_command.make_model)
+app.command("doctor")(doctor.doctor)
 
 
 if __name__ == "__main__":

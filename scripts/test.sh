@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Set up, check style and types, run the tests.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+usage() {
+    cat <<'USAGE'
+usage: scripts/test.sh [--full] [pytest arguments]
+
+Sets up .venv with the test tools, then runs ruff, mypy and pytest in the project root. With pytest arguments (paths,
+-k, -x, ...) only pytest runs. Tests marked `full` (the long forms) and `gpu` are left out.
+
+  --full        run the tests marked `full` too
+  -h, --help    this text
+
+On a machine with a CUDA GPU: scripts/test.sh -m gpu tests/gpu
+USAGE
+}
+
+markers="not gpu and not full"
+rest=()
+for arg in "$@"; do
+    case $arg in
+        -h | --help)
+            usage
+            exit 0
+            ;;
+        --full) markers="not gpu" ;;
+        *) rest+=("$arg") ;;
+    esac
+done
+setup test
+cd "$ROOT"
+if ((${#rest[@]} == 0)); then
+    "$PYTHON" -m ruff check .
+    "$PYTHON" -m ruff format --check .
+    "$PYTHON" -m mypy
+fi
+exec "$PYTHON" -m pytest -m "$markers" ${rest[@]+"${rest[@]}"}
