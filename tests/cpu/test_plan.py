@@ -1,0 +1,78 @@
+"""What a server will use, by flags, model dtype and settings; every refusal by its message."""
+
+import pytest
+import torch
+
+from sglang_dsa_plugin import plan
+from sglang_dsa_plugin.cache.layouts import FP8
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("model", "flag", "layout", "declared", "keys"),
+    [
+        (BF16, "auto", "bf16_1152", "bfloat16", FP8),
+        (BF16, "bf16", "bf16_1152", "bfloat16", FP8),
+        (BF16, "bfloat16", "bf16_1152", "bfloat16", FP8),
+        (BF16, "fp8_e4m3", "fp8_656", "fp8_e4m3", FP8),
+        (FP32, "auto", "fp32_2304", "auto", FP32),
+        (FP32, "bfloat16", "bf16_1152", "bfloat16", FP32),
+        (FP32, "fp8_e4m3", "fp8_656", "fp8_e4m3", FP32),
+    ],
+)
+def test_layout_and_keys_follow_flag_and_model(model, flag, layout, declared, keys):
+    serving = plan.plan_serving(model_dtype=model, kv_cache_dtype=flag)
+    assert serving.latent.name == layout
+    assert serving.kv_cache_dtype == declared
+    assert serving.index_key_dtype == keys
+    assert serving.rotate_index == (keys == FP8)
+    assert layout in serving.describe() and "sparse_mla: torch" in serving.describe()
+
+
+@pytest.mark.parametrize(("choice", "keys"), [("fp8", FP8), ("model", FP32), ("auto", FP32)])
+def test_index_keys_setting(monkeypatch, choice, keys):
+    monkeypatch.setenv("SGLANG_DSA_PLUGIN_INDEX_KEYS", choice)
+    assert plan.plan_serving(model_dtype=FP32).index_key_dtype == keys
+
+
+@pytest.mark.parametrize(("choice", "layout"), [("auto", "fp8_656"), ("fp8_656", "fp8_656"), ("fp8_576", "fp8_576")])
+def test_latent_layout_setting(monkeypatch, choice, layout):
+    monkeypatch.setenv("SGLANG_DSA_PLUGIN_LATENT_LAYOUT", choice)
+    assert plan.plan_serving(model_dtype=BF16, kv_cache_dtype="fp8_e4m3").latent.name == layout
+    assert plan.plan_serving(model_dtype=BF16).latent.name == "bf16_1152"
+
+
+def test_raw_and_packed_rows_cannot_share_a_pool():
+    assert plan.latent_layout(FP8, "trtllm", "trtllm").name == "fp8_576"
+    assert plan.latent_layout(FP8, "flashmla_kv", "flashmla_kv").name == "fp8_656"
+    with pytest.raises(plan.Refusal, match="--dsa-prefill-backend flashmla_kv and --dsa-decode-backend trtllm"):
+        plan.latent_layout(FP8, "flashmla_kv", "trtllm")
+
+
+def test_bytes_per_token_count_layers_that_reuse_picks_once():
+    # GLM-5 at bf16 with an indexer in every layer: 78 x (1152 + 132) bytes a token (NVIDIA/TensorRT-LLM#15088).
+    serving = plan.plan_serving(model_dtype=BF16)
+    assert serving.bytes_per_token(78, 78) == 100152
+    assert serving.bytes_per_token(78, 21) == 78 * 1152 + 21 * 132
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model_dtype": torch.float16}, "--dtype float16 .* use --dtype bfloat16"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2 .* use one of auto, bf16, bfloat16, fp8_e4m3"),
+        ({"kv_cache_dtype": "mxfp8"}, "--kv-cache-dtype mxfp8"),
+        ({"page_size": 1}, "--page-size 1 .* set it to 64"),
+        ({"page_size": 128}, "--page-size 128"),
+        ({"prefill_backend": "flashmla_sparse"}, "--dsa-prefill-backend flashmla_sparse .* leave the flag out"),
+        ({"decode_backend": "fa3"}, "--dsa-decode-backend fa3"),
+    ],
+)
+def test_refusals_name_the_flag_and_the_remedy(arguments, message):
+    with pytest.raises(plan.Refusal, match=message):
+        plan.plan_serving(**{"model_dtype": BF16, **arguments})
+
+
+def test_page_size_64_may_be_given():
+    assert plan.plan_serving(model_dtype=BF16, page_size=64).page_size == 64
