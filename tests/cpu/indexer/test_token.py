@@ -99,7 +99,7 @@ def test_wrong_layout_on_one_side_is_caught(layout):
 
 def test_key_norm_uses_its_own_epsilon():
     # U8: keys so small that the epsilon decides; 1e-5 in its place would shrink them by a third.
-    q, w, k, positions = inputs(scale=1e-3)
+    _, _, k, positions = inputs(scale=1e-3)
     norm = random_norm("layer")
     indexer = TokenIndexer(HEADS, "half", rope_table(), torch.float32)
     got = indexer.keys(k, norm, positions).k.double()
@@ -110,7 +110,7 @@ def test_key_norm_uses_its_own_epsilon():
 
 def test_gate_below_bf16_resolution_still_orders():
     # U5: two rows whose head weights differ by less than bf16 can tell.
-    q, _, k, positions = inputs(rows=2)
+    q, _, _, positions = inputs(rows=2)
     w = torch.full((2, HEADS), 1.0)
     w[1] += 2.0**-12
     query = TokenIndexer(HEADS, "half", rope_table(), torch.bfloat16).queries(q, w, positions)
