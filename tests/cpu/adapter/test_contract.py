@@ -27,38 +27,8 @@ def test_a_version_outside_the_range(monkeypatch, installed):
         (Symbol("mem_cache.memory_pool.RenamedPool"), "sglang.srt.mem_cache.memory_pool.RenamedPool is missing"),
         (Symbol("no_such_module.thing"), "sglang.srt.no_such_module.thing is missing"),
         (Symbol("mem_cache.memory_pool.unwrap_write_loc", ("gone",)), "unwrap_write_loc lost its parameter gone"),
-        (Symbol("mem_cache.memory_pool.DSATokenToKVPool", ("size", "gone")), "DSATokenToKVPool
-        lost it
-                its paramet
-                paramet
-                                paramete paramet
-                                paramete
-                                parameter gone" gon
-                                gone
-                                gon
-                                                                gone
-                                                                gone" gone") "
-                                ""
-                                "gone"
-                                gone
-                                                                gone"
-                                                                gone") gone"
-                                                                gone")
-                                                                gone"),
-    
-        
-                ]
-       
-                
-               
-                                
-                                ]
-              
-                              
-                                
-                                ]
-                                ],
-
+        (Symbol("mem_cache.memory_pool.DSATokenToKVPool", ("size", "gone")), "DSATokenToKVPool lost its .* gone"),
+    ],
 )
 def test_a_renamed_symbol_or_parameter_is_named(monkeypatch, symbol, message):
     monkeypatch.setattr(contract, "SYMBOLS", (symbol,))
@@ -104,7 +74,7 @@ def test_a_failure_is_remembered_and_stops_a_server_that_asks_for_dsa(monkeypatc
         for value in ("dsa", "nsa"):
             args = Args()
             setattr(args, name, value)
-            with pytest.raises(SystemExit, match="could not start: .*SGLANG_DSA_PLUGIN=off"):
+            with pytest.raises(SystemExit, match=r"could not start: .*SGLANG_DSA_PLUGIN=off"):
                 run_step(fresh_status, "handle_deprecated_dp_attention", args)
     assert run_step(fresh_status, "handle_deprecated_dp_attention", Args()) == ["built-in"]
 

@@ -19,8 +19,9 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: "a GPU")
         for name in ("xpu", "npu", "mps", "musa"):
-            module = type("Device", (), {"is_available": staticmethod(lambda on=others.get(name, False): on)})
-            monkeypatch.setattr(torch, name, module, raising=False)
+            there = others.get(name, False)
+            device = type("Device", (), {"is_available": staticmethod(lambda there=there: there)})
+            monkeypatch.setattr(torch, name, device, raising=False)
 
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
     monkeypatch.delenv("SGLANG_DSA_PLUGIN", raising=False)

@@ -152,7 +152,7 @@ def test_another_page_size_is_refused_by_its_flag():
 
 
 def test_an_unknown_row_width_is_refused():
-    with pytest.raises(ValueError, match="no row layout has 576 elements of torch.float16"):
+    with pytest.raises(ValueError, match=r"no row layout has 576 elements of torch\.float16"):
         from sglang_dsa_plugin.adapter.pool import _layout_of
 
         _layout_of(torch.float16, 576)
