@@ -36,7 +36,7 @@ def token_views(pages: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Views indexed by [page, offset]: u8 keys [P, 64, 128] and f32 scales [P, 64]; or the pages themselves."""
     if pages.dtype != torch.uint8:
         return (pages,)
-    keys = pages[:, :_KEY_BYTES].unflatten(1, (PAGE_SIZE, INDEX_DIM))
+    keys = pages[:, :_KEY_BYTES].view(pages.shape[0], PAGE_SIZE, INDEX_DIM)
     return keys, pages[:, _KEY_BYTES:].view(torch.float32)
 
 

@@ -9,7 +9,9 @@ from sglang_dsa_plugin.cache.layouts import FP8, FP8_MAX, LATENT_DIM, LATENT_LAY
 _SCALES = LATENT_DIM // QUANT_BLOCK
 _ROPE_AT = LATENT_DIM + 4 * _SCALES
 _SMALLEST_AMAX = 1e-4
-_INF_BITS = 0x7F800000
+# Sign, then 14 bits without the copy of the sign that widening an int8 leaves in bit 14.
+_HALF_BITS = ~0x4000
+_INF_BITS = _EXPONENT_BITS = 0x7F800000
 
 
 def power_of_two_scale(amax: torch.Tensor) -> torch.Tensor:
@@ -18,8 +20,8 @@ def power_of_two_scale(amax: torch.Tensor) -> torch.Tensor:
     Done on the bits, where it is exact: 448 = 1.75 * 2^8, so amax = m * 2^e needs 2^(e - 8), and one more when
     m > 1.75, that is when its mantissa exceeds 0x600000 and carries.
     """
-    bits = amax.clamp_min(_SMALLEST_AMAX).view(torch.int32).clamp_max(_INF_BITS)
-    return (bits.add_(0x1FFFFF).bitwise_right_shift_(23).sub_(8).bitwise_left_shift_(23)).view(torch.float32)
+    bits = amax.clamp_min(_SMALLEST_AMAX).view(torch.int32).clamp_max_(_INF_BITS)
+    return bits.add_(0x1FFFFF - (8 << 23)).bitwise_and_(_EXPONENT_BITS).view(torch.float32)
 
 
 def quantize_keys(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,9 +37,9 @@ def quantize_latent(latent: torch.Tensor, rope: torch.Tensor, layout: str, kv_sc
     rows = torch.empty(latent.shape[0], spec.width, dtype=spec.dtype, device=latent.device)
     if layout == "fp8_656":
         nope, scales, turn = split_656(rows)
-        blocks = latent.float().unflatten(-1, (_SCALES, QUANT_BLOCK))
+        blocks = latent.float().reshape(latent.shape[0], _SCALES, QUANT_BLOCK)
         scale = power_of_two_scale(blocks.abs().amax(dim=-1))
-        nope.copy_(_to_fp8(blocks / scale.unsqueeze(-1)).flatten(-2))
+        nope.copy_(_to_fp8(blocks / scale.unsqueeze(-1)).view(nope.shape))
         scales.copy_(scale)
         turn.copy_(rope)
     elif layout == "fp8_576":
@@ -56,14 +58,30 @@ def dequantize_latent(rows: torch.Tensor, layout: str, kv_scale: float = 1.0) ->
     if layout == "fp8_656":
         nope, scales, turn = split_656(rows)
         out = torch.empty(rows.shape[0], ROW_DIM, dtype=torch.float32, device=rows.device)
-        blocks = out[:, :LATENT_DIM].unflatten(-1, (_SCALES, QUANT_BLOCK))
-        blocks.copy_(nope.unflatten(-1, (_SCALES, QUANT_BLOCK)))
-        blocks.mul_(scales.unsqueeze(-1))
+        shape = (rows.shape[0], _SCALES, QUANT_BLOCK)
+        torch.mul(widen_e4m3(nope).view(shape), scales.unsqueeze(-1), out=out[:, :LATENT_DIM].view(shape))
         out[:, LATENT_DIM:].copy_(turn)
         return out
     if layout == "fp8_576":
-        return rows.float().mul_(kv_scale)
+        return widen_e4m3(rows).mul_(kv_scale)
     return rows.to(torch.float32, copy=True)
+
+
+def widen_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """e4m3 [...] -> f32 [...], exact.
+
+    On a CPU torch converts one value at a time. The bits of an e4m3 value, moved to where float16 has them, are that
+    value times 2^-8 (the exponent biases are 7 and 15), subnormals included, and float16 widens in vectors.
+    """
+    if x.device.type != "cpu":
+        return x.float()
+    signed = x.view(torch.int8)
+    halves = signed.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(_HALF_BITS).view(torch.float16)
+    out = halves.float().mul_(256.0)
+    # The two NaN codes, 0x7f and 0xff, lie where float16 has numbers.
+    if x.numel() and (int(signed.amax()) == 0x7F or int(x.view(torch.uint8).amax()) == 0xFF):
+        out.masked_fill_(signed.bitwise_and(0x7F) == 0x7F, float("nan"))
+    return out
 
 
 def split_656(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,4 +1,11 @@
-"""Sparse MLA in torch: gather the picked rows of a tile of queries, then two batched matrix products in f32."""
+"""Sparse MLA in torch, in f32 throughout: rounding scores or weights to bf16 would break the bounds of the contract.
+
+Two ways, of equal result up to rounding:
+
+- gathered (`sparse_mla_gather`): the picked rows of each query are copied out. Any device; on a GPU the host reads
+  nothing back.
+- united (`sparse_mla_union`, CPU): neighbouring queries of a prefill share most picks, so their union is copied once.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +13,8 @@ import math
 
 import torch
 
-from sglang_dsa_plugin.cache.layouts import LATENT_DIM, ROW_DIM
-from sglang_dsa_plugin.kernels.torch_impl import quant
-
-# Gathered latents alive at once, in f32 values.
-_TILE_VALUES = 16 << 20
+from sglang_dsa_plugin.cache.layouts import LATENT_DIM
+from sglang_dsa_plugin.kernels.torch_impl import sparse_mla_gather, sparse_mla_union
 
 
 def sparse_mla(
@@ -26,44 +30,35 @@ def sparse_mla(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.sparse_mla.sparse_mla`."""
     rows, heads, _ = q.shape
-    picks = slots.shape[1]
     if out is None:
         out = torch.empty(rows, heads, LATENT_DIM, dtype=q.dtype, device=q.device)
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
-    if not picks or not kv_rows.shape[0]:
+    on_cpu = q.device.type == "cpu"
+    ok = _valid(slots, kv_rows.shape[0], lengths)
+    if on_cpu and ok is not None:
+        # Drop the columns past the last valid pick of any row: a short context is mostly -1.
+        used = ok.any(dim=0).nonzero()
+        width = int(used[-1]) + 1 if used.numel() else 0
+        slots, ok = slots[:, :width], ok[:, :width]
+    if not (rows and slots.shape[1] and kv_rows.shape[0]):
         return out.zero_(), lse.fill_(-math.inf)
-    ok = (slots >= 0) & (slots < kv_rows.shape[0])
-    if lengths is not None:
-        ok &= torch.arange(picks, device=q.device) < lengths.unsqueeze(1)
-    step = max(1, _TILE_VALUES // (picks * ROW_DIM))
-    for at in range(0, rows, step):
-        part = slice(at, at + step)
-        _gathered(q[part], kv_rows, slots[part], ok[part], scale, layout, kv_scale, sink, out[part], lse[part])
+    source = sparse_mla_gather.Source(kv_rows, layout, kv_scale)
+    run = sparse_mla_union.run if on_cpu and rows > 1 else sparse_mla_gather.run
+    run(q, source, slots, ok, scale, sink, out, lse)
     return out, lse
 
 
-def _gathered(
-    q: torch.Tensor,
-    kv_rows: torch.Tensor,
-    slots: torch.Tensor,
-    ok: torch.Tensor,
-    scale: float,
-    layout: str,
-    kv_scale: float,
-    sink: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    view = kv_rows.view(torch.uint8) if layout == "fp8_576" else kv_rows
-    picked = view.index_select(0, slots.masked_fill(~ok, 0).flatten()).view(kv_rows.dtype)
-    latents = quant.dequantize_latent(picked, layout, kv_scale).unflatten(0, slots.shape)
-    # Slot 0 may hold anything, and 0 * NaN is NaN.
-    latents.masked_fill_(~ok.unsqueeze(2), 0)
-    scores = torch.bmm(q.float(), latents.transpose(1, 2)).mul_(scale)
-    scores.masked_fill_(~ok.unsqueeze(1), -math.inf)
-    lse.copy_(torch.logsumexp(scores, dim=2))
-    weights = torch.exp(scores - lse.unsqueeze(2)).masked_fill_(~ok.unsqueeze(1), 0)
-    values = torch.bmm(weights, latents[:, :, :LATENT_DIM])
-    if sink is not None:
-        values *= torch.sigmoid(lse - sink).unsqueeze(2)
-    out.copy_(values)
+def _valid(slots: torch.Tensor, count: int, lengths: torch.Tensor | None) -> torch.Tensor | None:
+    """Which picks count, bool [R, K]; None when the host can tell cheaply that all do."""
+    picks = slots.shape[1]
+    if slots.device.type == "cpu":
+        if not slots.numel():
+            return None
+        low, high = torch.aminmax(slots)
+        short = lengths is not None and int(lengths.min()) < picks
+        if not short and int(low) >= 0 and int(high) < count:
+            return None
+    ok = (slots >= 0) & (slots < count)
+    if lengths is not None:
+        ok &= torch.arange(picks, device=slots.device) < lengths.unsqueeze(1)
+    return ok
