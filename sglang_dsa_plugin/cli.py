@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from sglang_dsa_plugin.tools import doctor, make_model_command
+from sglang_dsa_plugin.tools import bench_cpu, doctor, make_model_command
 
 app = typer.Typer(
     name="sglang-dsa",
@@ -23,6 +23,15 @@ def main() -> None:
 
 app.command("make-model")(make_model_command.make_model)
 app.command("doctor")(doctor.doctor)
+
+bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
+bench.command("cpu")(bench_cpu.bench_cpu)
+app.add_typer(bench, name="bench")
+
+
+@bench.callback()
+def bench_main() -> None:
+    """Benchmarks: figures with device, shape, command and date; never run as tests."""
 
 
 if __name__ == "__main__":
