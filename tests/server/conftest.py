@@ -1,0 +1,35 @@
+"""One server at a time: tests that use the same spec run one after another, whatever file they are in."""
+
+import pytest
+
+from tests.server.harness import ServerSlot
+
+
+def pytest_collection_modifyitems(items):
+    """Group the tests of this directory by their server, in the order in which the servers are first asked for."""
+    places = [i for i, item in enumerate(items) if "server" in getattr(item, "fixturenames", ())]
+    order: dict = {}
+    for i in places:
+        order.setdefault(items[i].callspec.params["server"], len(order))
+    grouped = sorted((items[i] for i in places), key=lambda item: order[item.callspec.params["server"]])
+    for i, item in zip(places, grouped):
+        items[i] = item
+
+
+@pytest.fixture(scope="session")
+def slot(tmp_path_factory):
+    slot = ServerSlot(tmp_path_factory.mktemp("server-logs"))
+    yield slot
+    slot.close()
+
+
+@pytest.fixture
+def server(request, slot):
+    """The server of the test's spec: `@pytest.mark.parametrize("server", [SPEC], indirect=True)`."""
+    running = slot.get(request.param)
+    yield running
+    assert running.alive(), f"{running.spec.name} died:\n{running.log()[-4000:]}"
+
+
+def pytest_make_parametrize_id(val):
+    return getattr(val, "name", None)

@@ -1,0 +1,36 @@
+"""The models and servers of these tests."""
+
+from tests.server.harness import ModelSpec, ServerSpec
+
+V32 = ModelSpec.of("deepseek_v32")
+YARN = ModelSpec.of("deepseek_v32", rope="yarn")
+# F S F S: shared layers take the picks of the layer before, and the border of two pipeline stages lies between them.
+GLM = ModelSpec.of("glm_moe_dsa", layers=4, schedule="FSSF")
+MODELS = {"v32": V32, "yarn": YARN, "glm": GLM}
+
+F32 = ("--dtype", "float32")
+CHUNKED = ("--chunked-prefill-size", "128")
+RETRACT = (("SGLANG_TEST_RETRACT", "1"),)
+# How a server may differ without any effect on its answers.
+FORMS = {
+    "plain": ((), ()),
+    "chunked": (CHUNKED, ()),
+    "retracting": ((), RETRACT),
+    "tp2": (("--tp-size", "2"), ()),
+    "pp2": (("--pp-size", "2"), ()),
+}
+
+
+def exact(model: str, form: str, index_topk: int = 64) -> ServerSpec:
+    """A float32 server of a model in a form of FORMS; parts of a form's name are joined with +."""
+    args, env = (*F32, "--enable-metrics"), ()
+    for part in form.split("+"):
+        args, env = args + FORMS[part][0], env + FORMS[part][1]
+    made, name = MODELS[model], f"{model}-{form}"
+    if index_topk != 64:
+        made = ModelSpec.of(made.arch, **dict(made.options) | {"index_topk": index_topk})
+        name += f"-k{index_topk}"
+    return ServerSpec(name, made, args, env)
+
+
+PLAIN = exact("v32", "plain")
