@@ -55,8 +55,7 @@ def register() -> str:
 
 def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
     """The step for every model: untouched unless the model is DSA or the user asked for dsa."""
-    # SGLang itself accepts a server without a checkpoint (an instance connector) and returns before reading a config.
-    config = _hf_config(server_args)
+    config = hf_config_of(server_args)
     asked = [name for name in BACKEND_FIELDS if getattr(server_args, name, None) in DSA_NAMES]
     if config is None or not is_dsa_config(config):
         if asked:
@@ -109,7 +108,8 @@ def refuse_flags(user: dict[str, Any], config: DsaConfig) -> None:
             )
 
 
-def _hf_config(server_args: Any) -> Any:
+def hf_config_of(server_args: Any) -> Any:
+    """The model's config, or None for a server without a checkpoint (an instance connector)."""
     from sglang.srt.connector import ConnectorType
     from sglang.srt.utils import parse_connector_type
 

@@ -1,10 +1,12 @@
-"""On a CPU a DSA model gets the "dsa" backend without a flag, and more ranks than NUMA nodes get cores.
+"""On a CPU a DSA model gets the "dsa" backend without a flag, more ranks than NUMA nodes get cores, nothing is
+compiled.
 
 Why: SGLang's CPU step fills in intel_amx before the model is looked at, so the automatic "dsa" never fires; and tensor
-or pipeline parallelism on one NUMA node stops at an assertion unless SGLANG_CPU_OMP_THREADS_BIND is set.
-Upstream: arg_groups/platform_hook.py handle_cpu_backends; utils/numa_utils.py init_threads_binding.
-Can go: when the CPU step leaves the attention backend of out-of-tree platforms alone and binding divides a node's
-cores itself.
+or pipeline parallelism on one NUMA node stops at an assertion unless SGLANG_CPU_OMP_THREADS_BIND is set. The router's
+top-k is under torch.compile, which spends 20 to 50 seconds of the first start in a C++ compiler for a few microseconds
+a step. Upstream: arg_groups/platform_hook.py handle_cpu_backends; utils/numa_utils.py init_threads_binding;
+layers/moe/topk.py. Can go: when the CPU step leaves the attention backend of out-of-tree platforms alone and binding
+divides a node's cores itself.
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
+from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
+from sglang_dsa_plugin.adapter.hooks.arguments import hf_config_of
 from sglang_dsa_plugin.config import is_dsa_config
 
 logger = logging.getLogger(__name__)
 BIND = "SGLANG_CPU_OMP_THREADS_BIND"
+COMPILE = "TORCH_COMPILE_DISABLE"
 
 
 def register() -> str:
@@ -36,7 +40,7 @@ def register() -> str:
 
 
 def choose_backend(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Declare "dsa" ahead of the built-in step, which then keeps it; bind threads."""
+    """Declare "dsa" ahead of the built-in step, which then keeps it; compile nothing; bind threads."""
     cfg = resolving_view(server_args)
     if cfg.device == "cpu":
         unset = (
@@ -44,8 +48,12 @@ def choose_backend(server_args: Any, previous: Callable[[Any], None]) -> None:
             and cfg.prefill_attention_backend is None
             and cfg.decode_attention_backend is None
         )
-        if unset and is_dsa_config(model_config_of(server_args).hf_config):
-            declare_resolution(server_args, "sglang_dsa_plugin", attention_backend="dsa")
+        config = hf_config_of(server_args)
+        if config is not None and is_dsa_config(config):
+            if unset:
+                declare_resolution(server_args, "sglang_dsa_plugin", attention_backend="dsa")
+            # Inherited by the processes started later, which read it when they import torch.
+            os.environ.setdefault(COMPILE, "1")
         bind_threads(cfg.tp_size * cfg.pp_size * cfg.dp_size)
     previous(server_args)
 
