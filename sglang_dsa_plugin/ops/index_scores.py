@@ -3,7 +3,8 @@
     score[r, j] = k_scale[s] * sum_h gate[r, h] * relu(q[r, h] . k[s])        s = the j-th key of row r's window
 
 Column 0 is the first key of the row's window; columns past its end are -inf. `gate` is f32 and already holds q's scale,
-128^-1/2 and H^-1/2: relu(a x) = a relu(x) for a > 0, so of the scales only the key's is left, applied after the sum. A NaN in q, in a key or in a gate makes the scores that use it NaN. Products and sums are in fp32.
+128^-1/2 and H^-1/2: relu(a x) = a relu(x) for a > 0, so of the scales only the key's is left, applied after the sum.
+A NaN in q, in a key or in a gate makes the scores that use it NaN. Products and sums are in fp32.
 
 ragged: q [R, H, 128], k [S, 128]; the window of row r is keys start[r] .. end[r] - 1 (none when end <= start).
 paged:  the keys of request b lie in pages page_table[b, 0], page_table[b, 1], ..., 64 to a page; the window of row r is

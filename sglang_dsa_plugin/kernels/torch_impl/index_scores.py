@@ -5,9 +5,11 @@ Rows of one window start (ragged) or one request (paged) are scored together, ke
     block [rows * H, keys] = q . k;   relu in place;   score [rows, keys] = gate [rows, 1, H] @ block [rows, H, keys]
 
 The block is the only place where the head axis meets keys, and its size is a constant: on the CPU it stays in the
-cache, so relu and head sum cost no memory traffic. Keys come in multiples of 64 (padded with zeros, or with what else is in
-the page): then a score depends on its row and key alone, not on the tile, its neighbours or the batch. That is a
-property of the matmul library, held by a test on the CPU.
+cache, so relu and head sum cost no memory traffic. Keys come in multiples of 64 (padded with zeros, or with what else
+is in the page): then a score depends on its row and key alone, not on the tile, its neighbours or the batch. That is a
+property of the CPU's matmul library, held by a test; cuBLAS makes no such promise.
+
+Only the CUDA-graph path (`_paged_captured`) never reads lengths on the host; it scores the whole width for every row.
 """
 
 from __future__ import annotations
@@ -15,17 +17,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+from torch.nn.functional import pad
 
 from ...cache.layouts import FP8, INDEX_DIM, PAGE_SIZE
 
 _ALIGN = 64
 _BLOCK_ELEMENTS = 1 << 20  # f32 elements of a block: 4 MiB
 _BLOCK_ELEMENTS_CUDA = 1 << 24
-_BLOCK_ROWS = 1024  # rows * H of a block
+_BLOCK_DOTS = 1024  # rows * H of a block
 _MAX_KEYS = 4096
 _MIN_DOTS = 16
 
-# (first key, count) -> keys f32 [count rounded up to 64, 128] and their scales f32 [count] or None
+# (first key, count) -> keys [count rounded up to 64, 128] and their scales f32 [count] or None
 LoadKeys = Callable[[int, int], tuple[torch.Tensor, torch.Tensor | None]]
 KeysOf = Callable[[int], LoadKeys]  # from the value that rows with the same keys share
 
@@ -59,6 +62,9 @@ def paged(
     width: int | None,
 ) -> torch.Tensor:
     """q [R, H, 128], pages, gate [R, H], lengths [R], page_table [B, n], row_to_request [R] -> f32 [R, width]."""
+    if capturing(q.device):
+        width = page_table.shape[1] * PAGE_SIZE if width is None else width
+        return _paged_captured(q, pages, gate, lengths, page_table, row_to_request, width)
     sizes, requests = torch.stack((lengths.long(), row_to_request.long())).tolist()
     width = max(sizes, default=0) if width is None else width
     scores = torch.empty((q.shape[0], width), dtype=torch.float32, device=q.device)
@@ -66,6 +72,11 @@ def paged(
         load = paged_keys(pages, page_table[requests[first]])
         score_rows(scores[first:last], q[first:last], gate[first:last], sizes[first:last], load)
     return scores
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded, where nothing may be read on the host."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def windows(start: torch.Tensor, end: torch.Tensor) -> tuple[list[int], list[int]]:
@@ -88,9 +99,9 @@ def ragged_keys(k: torch.Tensor, k_scale: torch.Tensor | None, start: int) -> Lo
 
     def load(first: int, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         at = slice(start + first, start + first + count)
-        keys = to_float(k[at])
+        keys = _widen(k[at])
         if count % _ALIGN:
-            keys = torch.nn.functional.pad(keys, (0, 0, 0, -count % _ALIGN))
+            keys = pad(keys, (0, 0, 0, -count % _ALIGN))
         return keys, None if k_scale is None else k_scale[at]
 
     return load
@@ -100,29 +111,10 @@ def paged_keys(pages: torch.Tensor, table: torch.Tensor) -> LoadKeys:
     """Keys of one request, whose pages are `table` [n]; `first` is a multiple of 64."""
 
     def load(first: int, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        taken = pages.index_select(0, table[first // PAGE_SIZE : -(-(first + count) // PAGE_SIZE)])
-        if taken.dtype != torch.uint8:
-            return taken.view(-1, INDEX_DIM).float(), None
-        keys = to_float(taken[:, : PAGE_SIZE * INDEX_DIM].view(FP8)).view(-1, INDEX_DIM)
-        scales = taken[:, PAGE_SIZE * INDEX_DIM :].contiguous().view(torch.float32).view(-1)
-        return keys, scales[:count]
+        keys, scales = _unpack(pages.index_select(0, table[first // PAGE_SIZE : -(-(first + count) // PAGE_SIZE)]))
+        return keys.view(-1, INDEX_DIM), None if scales is None else scales.view(-1)[:count]
 
     return load
-
-
-def to_float(x: torch.Tensor) -> torch.Tensor:
-    """x as f32, exactly; a view of x when it is f32 already.
-
-    e4m3 on the CPU takes a detour, ten times as fast as torch's conversion: its bits, moved into a float16, read as the
-    value times 2^-8 (exact, subnormals included). Only NaN has no such image, so a tensor that holds one goes without.
-    """
-    if x.dtype != FP8 or x.device.type != "cpu" or x.numel() == 0:
-        return x.float()
-    bytes_ = x.view(torch.int8)
-    if int((bytes_ & 0x7F).max()) == 0x7F:
-        return x.float()
-    halves = bytes_.to(torch.int16).mul_(128).bitwise_and_(-0x4001)  # the sign spreads to bit 14; clear it there
-    return halves.view(torch.float16).float().mul_(256.0)
 
 
 def score_rows(
@@ -140,13 +132,12 @@ def score_rows(
     rows, heads, _ = q.shape
     width = scores.shape[1]
     counts = [min(max(0, length - first_key), width) for length in lengths]
-    row_tile = max(1, min(rows, _BLOCK_ROWS // max(1, heads)))
+    row_tile = max(1, min(rows, _BLOCK_DOTS // max(1, heads)))
+    dots = max(_MIN_DOTS, row_tile * heads)
     elements = _BLOCK_ELEMENTS if q.device.type == "cpu" else _BLOCK_ELEMENTS_CUDA
-    key_tile = max(_ALIGN, min(_MAX_KEYS, elements // (row_tile * max(1, heads)) // _ALIGN * _ALIGN))
+    key_tile = max(_ALIGN, min(_MAX_KEYS, elements // dots // _ALIGN * _ALIGN))
     longest = max(counts, default=0)
-    block = torch.empty(
-        max(_MIN_DOTS, row_tile * heads) * min(key_tile, -(-longest // _ALIGN) * _ALIGN), device=q.device
-    )
+    block = torch.empty(dots * min(key_tile, -(-longest // _ALIGN) * _ALIGN), device=q.device)
     for column in range(0, longest, key_tile):
         keys, scales = load(first_key + column, min(key_tile, longest - column))
         for top in range(0, rows, row_tile):
@@ -155,23 +146,44 @@ def score_rows(
             if count > 0:
                 part = _score_tile(q[tile], gate[tile], keys[: -(-count // _ALIGN) * _ALIGN], block)[:, :count]
                 if scales is not None:
-                    part = part * scales[:count]
+                    part = part.mul_(scales[:count])
                 scores[tile, column : column + count] = part
     _mask_tails(scores, counts)
 
 
 def _score_tile(q: torch.Tensor, gate: torch.Tensor, keys: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """q [n, H, 128], gate [n, H], keys f32 [m, 128], scratch block -> f32 [n, m]."""
+    """q [n, H, 128], gate [n, H], keys [m, 128] as `_widen` gives them, scratch f32 block -> f32 [n, m]."""
     n, heads, dim = q.shape
-    flat = to_float(q).reshape(n * heads, dim)
+    flat = _widen(q).reshape(n * heads, dim)
     if n * heads < _MIN_DOTS:
         # A matmul of few rows takes another path with other rounding; a score must not depend on its neighbours.
-        flat = torch.nn.functional.pad(flat, (0, 0, 0, _MIN_DOTS - n * heads))
+        flat = pad(flat, (0, 0, 0, _MIN_DOTS - n * heads))
     dots = block[: flat.shape[0] * keys.shape[0]].view(flat.shape[0], keys.shape[0])
-    torch.mm(flat, keys.T, out=dots)
-    dots = dots[: n * heads]
+    if keys.dtype != torch.float32:
+        torch.mm(flat, keys.T, out_dtype=torch.float32, out=dots)
+    elif q.dtype in (FP8, torch.bfloat16) or _plain_f32(q.device):
+        torch.mm(flat, keys.T, out=dots)
+    else:
+        dots.copy_(torch.mm(flat.double(), keys.T.double()))
+    return _head_sum(dots[: n * heads].view(n, heads, keys.shape[0]), gate)
+
+
+def _head_sum(dots: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Overwrites dots f32 [n, H, m]; gate [n, H] -> f32 [n, m]."""
     dots.relu_()
-    return torch.bmm(gate.unsqueeze(1), dots.view(n, heads, -1)).squeeze(1)
+    if dots.device.type == "cpu" and _plain_f32(dots.device):
+        return torch.bmm(gate.unsqueeze(1), dots).squeeze(1)
+    return dots.mul_(gate.unsqueeze(2)).sum(1)
+
+
+def _plain_f32(device: torch.device) -> bool:
+    """False when a switch of the process lets f32 matmuls round their inputs to TF32 or bf16.
+
+    bf16 and e4m3 values survive that, f32 and f16 values and the relu'd products do not.
+    """
+    backend = torch.backends.mkldnn if device.type == "cpu" else torch.backends.cuda
+    precision = backend.matmul.fp32_precision
+    return (torch.backends.fp32_precision if precision == "none" else precision) in ("none", "ieee")
 
 
 def _mask_tails(scores: torch.Tensor, counts: list[int]) -> None:
@@ -186,3 +198,72 @@ def _mask_tails(scores: torch.Tensor, counts: list[int]) -> None:
     limits = torch.tensor(counts, device=scores.device).unsqueeze(1)
     columns = torch.arange(shortest, width, device=scores.device)
     scores[:, shortest:].masked_fill_(columns >= limits, -torch.inf)
+
+
+def _unpack(taken: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gathered pages [..., 8448] u8 or [..., 64, 128] -> widened keys [..., 64, 128], scales f32 [..., 64] or None."""
+    if taken.dtype != torch.uint8:
+        return _widen(taken), None
+    split = PAGE_SIZE * INDEX_DIM
+    keys = _widen(taken[..., :split].view(FP8)).view(*taken.shape[:-1], PAGE_SIZE, INDEX_DIM)
+    return keys, taken[..., split:].contiguous().view(torch.float32)
+
+
+def _widen(x: torch.Tensor) -> torch.Tensor:
+    """x without loss in a dtype that the device multiplies into f32: f32 on the CPU, elsewhere 16 bits if they do."""
+    if x.device.type == "cpu":
+        return to_float(x)
+    return x.bfloat16() if x.dtype == FP8 else x
+
+
+def to_float(x: torch.Tensor) -> torch.Tensor:
+    """x as f32, exactly; x itself when it is f32 already.
+
+    e4m3 on the CPU takes a detour, ten times as fast as torch's conversion: its bits, moved into a float16, read as the
+    value times 2^-8 (exact, subnormals included). Only NaN has no such image, so a tensor that holds one goes without.
+    """
+    if x.dtype != FP8 or x.device.type != "cpu" or x.numel() == 0:
+        return x.float()
+    raw = x.view(torch.int8)
+    if int((raw & 0x7F).max()) == 0x7F:
+        return x.float()
+    halves = raw.to(torch.int16).mul_(128).bitwise_and_(-0x4001)  # the sign spreads to bit 14; clear it there
+    return halves.view(torch.float16).float().mul_(256.0)
+
+
+def _paged_captured(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    gate: torch.Tensor,
+    lengths: torch.Tensor,
+    page_table: torch.Tensor,
+    row_to_request: torch.Tensor,
+    width: int,
+) -> torch.Tensor:
+    """`paged` with every row gathering its own pages, in shapes known on the host."""
+    rows, heads, _ = q.shape
+    inside = torch.arange(width, device=q.device) < lengths.unsqueeze(1)
+    scores = torch.empty((rows, width), dtype=torch.float32, device=q.device)
+    tables = page_table.index_select(0, row_to_request).clamp(0, pages.shape[0] - 1)  # junk past the length is masked
+    elements = _BLOCK_ELEMENTS_CUDA // max(heads, INDEX_DIM)
+    row_tile = max(1, min(rows, elements // PAGE_SIZE))
+    key_tile = max(1, elements // row_tile // PAGE_SIZE) * PAGE_SIZE
+    for top in range(0, rows, row_tile):
+        tile = slice(top, top + row_tile)
+        for column in range(0, width, key_tile):
+            taken = tables[tile, column // PAGE_SIZE : -(-min(column + key_tile, width) // PAGE_SIZE)]
+            keys, scales = _unpack(pages[taken])
+            keys = keys.flatten(1, 2).mT
+            if keys.dtype != torch.float32:
+                dots = torch.bmm(_widen(q[tile]), keys, out_dtype=torch.float32)
+            elif _plain_f32(q.device):
+                dots = torch.bmm(_widen(q[tile]), keys)
+            else:
+                dots = torch.bmm(_widen(q[tile]).double(), keys.double()).float()
+            part = _head_sum(dots, gate[tile])
+            if scales is not None:
+                part *= scales.flatten(1)
+            target = scores[tile, column : column + key_tile]
+            mask = inside[tile, column : column + key_tile]
+            target.copy_(torch.where(mask, part[:, : target.shape[1]], -torch.inf))
+    return scores

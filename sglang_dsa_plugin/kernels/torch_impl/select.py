@@ -12,7 +12,7 @@ import torch
 
 _OUTSIDE = -(2**31)  # below the key of NaN: a column outside the window
 _NAN = -0x7F000002
-_SHIFT = 0x7FFFFE
+_SHIFT = 0x7FFFFF  # takes the key of +inf to the largest int32
 _TILE_ELEMENTS = 1 << 18  # CPU: the keys of a tile stay in the L2 cache
 _TILE_ELEMENTS_CUDA = 1 << 24
 
