@@ -33,11 +33,11 @@ def main(arguments: Sequence[str]) -> int:
     try:
         tiny = root / ".models" / "tiny"
         launch = plan_launch(server_arguments, on_cpu=runs_on_cpu(), tiny_model=tiny)
+        for note in launch.notes:
+            say(note)
         if str(tiny) in launch.command:
             make_tiny_model(tiny)
         log = root / ".logs" / f"serve-{launch.port}.log"
-        for note in launch.notes:
-            say(note)
         say(f"server log: {log}")
         with running(launch, log) as server:
             ready_s = wait_ready(server, launch, log, SMOKE_LIMIT_S if smoke_test else None)

@@ -78,13 +78,15 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 def _last_line(log: Path) -> str:
+    """What SGLang logged last, without its time stamp; the warnings of the packages it imports are left out."""
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 4096))
-        lines = file.read().decode(errors="replace").replace("\r", "\n").splitlines()
-    spoken = [line for line in lines if line.strip() and not line.startswith(" ")]
-    return re.sub(r"^\[[^]]*\] ", "", spoken[-1]) if spoken else "python"
+        file.seek(max(0, log.stat().st_size - 8192))
+        lines = file.read().decode(errors="replace").splitlines()
+    logged = [stamped.group(1) for line in lines if (stamped := _LOGGED.match(line))]
+    return logged[-1] if logged else "importing SGLang"
 
 
+_LOGGED = re.compile(r"\[\d{4}-\d\d-\d\d [^]]*\] (.*)")
 # What ends a traceback, and the two ways a launcher speaks without one.
 _RAISED = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*: \S.*")
 _SAID = re.compile(r"sglang-dsa-plugin could not start: .*|(?:sglang serve|\S+\.py): error: .*")

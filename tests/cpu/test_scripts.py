@@ -264,6 +264,14 @@ def test_without_an_exception_the_last_lines_are_shown(tmp_path):
     assert serve_wait.died(-9, log).splitlines()[1:] == [f"  line {i}" for i in range(30, 50)]
 
 
+def test_progress_shows_what_sglang_logged_last(tmp_path):
+    log = tmp_path / "serve.log"
+    log.write_text("/a/b.py:1: UserWarning: noise\n")
+    assert serve_wait._last_line(log) == "importing SGLang"
+    log.write_text("[2030-01-01 10:00:00] Load weight begin. avail mem=1 GB\n/a/b.py:1: UserWarning: noise\n  warn\n")
+    assert serve_wait._last_line(log) == "Load weight begin. avail mem=1 GB"
+
+
 # Starting and stopping
 
 
