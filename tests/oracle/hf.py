@@ -119,8 +119,13 @@ def _stamp(model_dir: str | Path) -> tuple[str, tuple[tuple[str, int, int], ...]
     return str(Path(model_dir).resolve()), stats
 
 
+def model_hash(model_dir: str | Path) -> str:
+    """A hash of the config and weights."""
+    return _model_hash(*_stamp(model_dir))
+
+
 def _key(model_dir: str | Path, tokens: list[int], variant: str) -> str:
-    text = json.dumps([_model_hash(*_stamp(model_dir)), tokens, variant])
+    text = json.dumps([model_hash(model_dir), tokens, variant])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
