@@ -6,7 +6,8 @@
     out[t,h,] = sum_j exp(scale * q[t,h] . k[j,h] - lse[t,h]) * v[j,h,]
 
 The head sizes of (q, k) and of v are free: 192 and 128 in DeepSeek-V3.2, 256 and 256 in GLM-5. Where a request has
-fewer keys than queries, its first queries see none: out 0, lse -inf.
+fewer keys than queries, its first queries see none: out 0, lse -inf. Requests never touch each other; within one, a
+key or value that is not a number may also reach queries before it.
 """
 
 from __future__ import annotations
@@ -67,17 +68,19 @@ def _check_bounds(argument: str, cu: torch.Tensor, end: int) -> None:
 def reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp64 reference: (out fp64 [T, H, Dv], lse fp64 [T, H]), one query at a time."""
+    """fp64 reference: (out fp64 [T, H, Dv], lse fp64 [T, H]), one request at a time."""
     out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=torch.float64)
     lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
     starts_q, starts_k = cu_q.tolist(), cu_k.tolist()
     for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:]):
-        for t in range(q0, q1):
-            seen = (k1 - k0) - (q1 - q0) + (t - q0) + 1
-            if seen <= 0:
-                continue
-            keys, values = k[k0 : k0 + seen].double(), v[k0 : k0 + seen].double()
-            scores = scale * torch.einsum("hd,shd->hs", q[t].double(), keys)
-            lse[t] = torch.logsumexp(scores, dim=1)
-            out[t] = torch.einsum("hs,shd->hd", torch.softmax(scores, dim=1), values)
+        last_seen = (k1 - k0) - (q1 - q0) + torch.arange(q1 - q0)
+        seeing = last_seen >= 0
+        if not seeing.any():
+            continue
+        rows = torch.arange(q0, q1)[seeing]
+        scores = scale * torch.einsum("thd,shd->ths", q[rows].double(), k[k0:k1].double())
+        future = torch.arange(k1 - k0) > last_seen[seeing][:, None]
+        scores = scores.masked_fill(future[:, None, :], -math.inf)
+        lse[rows] = torch.logsumexp(scores, dim=2)
+        out[rows] = torch.einsum("ths,shd->thd", torch.softmax(scores, dim=2), v[k0:k1].double())
     return out, lse

@@ -78,7 +78,8 @@ def check_slots(operator: str, argument: str, slots: torch.Tensor, count: int) -
         return
     low, high = torch.aminmax(slots)
     if low.item() < -1 or high.item() >= count:
-        _check.fail(operator, argument, f"-1 or in [0, {count})", f"values in [{low.item()}, {high.item()}]")
+        wrong = slots[(slots < -1) | (slots >= count)]
+        _check.fail(operator, argument, f"-1 or in [0, {count})", wrong[:8].tolist())
 
 
 def _check_pages(operator: str, pages: torch.Tensor) -> bool:

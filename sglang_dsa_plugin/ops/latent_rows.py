@@ -75,7 +75,7 @@ def move(rows: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, impl: str | N
     support.resolve("latent_rows_move", device=rows.device, impl=impl)(rows, src, dst)
 
 
-# References: one row at a time. `store` and `load` go through the fp64 codec of `ops.quant`.
+# References, through the fp64 codec of `ops.quant`; rows are written one at a time.
 
 
 def reference_store(
@@ -96,9 +96,8 @@ def reference_store(
 def reference_load(rows: torch.Tensor, slots: torch.Tensor, layout: str, kv_scale: float = 1.0) -> torch.Tensor:
     """Reference of `load`: fp64 [R, 576]."""
     out = torch.zeros(slots.shape[0], ROW_DIM, dtype=torch.float64)
-    for i, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            out[i] = quant.reference_dequantize_latent(rows[slot : slot + 1], layout, kv_scale)[0]
+    some = slots >= 0
+    out[some] = quant.reference_dequantize_latent(rows[slots[some].long()], layout, kv_scale)
     return out
 
 

@@ -30,7 +30,6 @@ from sglang_dsa_plugin.cache.layouts import (
     LATENT_LAYOUTS,
     QUANT_BLOCK,
     ROPE_DIM,
-    ROW_DIM,
     LatentLayout,
 )
 from sglang_dsa_plugin.ops import _check
@@ -136,14 +135,11 @@ def reference_quantize_latent(
         return reference_e4m3(quotient.double()).to(FP8)
     if layout != "fp8_656":
         return torch.cat((latent.to(spec.dtype), rope.to(spec.dtype)), dim=1)
-    rows = []
-    for nope, turn in zip(latent.double(), rope):
-        blocks = nope.reshape(-1, QUANT_BLOCK)
-        scales = reference_scale(blocks.abs().amax(dim=1))
-        stored = reference_e4m3(blocks / scales[:, None]).to(FP8).reshape(-1)
-        parts = (stored, scales.float(), turn.to(torch.bfloat16))
-        rows.append(torch.cat([part.contiguous().view(torch.uint8) for part in parts]))
-    return torch.stack(rows) if rows else torch.empty(0, spec.width, dtype=torch.uint8)
+    blocks = latent.double().reshape(latent.shape[0], LATENT_DIM // QUANT_BLOCK, QUANT_BLOCK)
+    scales = reference_scale(blocks.abs().amax(dim=2))
+    stored = reference_e4m3(blocks / scales[:, :, None]).to(FP8).reshape(latent.shape)
+    parts = (stored, scales.float(), rope.to(torch.bfloat16).contiguous())
+    return torch.cat([part.view(torch.uint8) for part in parts], dim=1)
 
 
 def reference_dequantize_latent(rows: torch.Tensor, layout: str, kv_scale: float = 1.0) -> torch.Tensor:
@@ -152,11 +148,6 @@ def reference_dequantize_latent(rows: torch.Tensor, layout: str, kv_scale: float
         return rows.double() * kv_scale
     if layout != "fp8_656":
         return rows.double()
-    out = torch.empty(rows.shape[0], ROW_DIM, dtype=torch.float64)
-    for i, row in enumerate(rows):
-        row = row.clone()
-        nope = row[:LATENT_DIM].view(FP8).double()
-        scales = row[LATENT_DIM : LATENT_DIM + 16].view(torch.float32).double()
-        out[i, :LATENT_DIM] = nope * scales.repeat_interleave(QUANT_BLOCK)
-        out[i, LATENT_DIM:] = row[LATENT_DIM + 16 :].view(torch.bfloat16).double()
-    return out
+    nope, scales, rope = (part.contiguous() for part in rows.split((LATENT_DIM, 16, 2 * ROPE_DIM), dim=1))
+    scale = scales.view(torch.float32).double().repeat_interleave(QUANT_BLOCK, dim=1)
+    return torch.cat((nope.view(FP8).double() * scale, rope.view(torch.bfloat16).double()), dim=1)

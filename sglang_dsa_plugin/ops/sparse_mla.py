@@ -75,12 +75,15 @@ def reference(
     count, heads = q.shape[0], q.shape[1]
     out = torch.zeros(count, heads, LATENT_DIM, dtype=torch.float64)
     lse = torch.full((count, heads), -math.inf, dtype=torch.float64)
+    valid = (slots >= 0) & (slots < kv_rows.shape[0])
+    if lengths is not None:
+        valid &= torch.arange(slots.shape[1]) < lengths[:, None]
+    cached = torch.unique(slots[valid].long())
+    all_latents = quant.reference_dequantize_latent(kv_rows[cached], layout, kv_scale)
     for r in range(count):
-        upto = slots.shape[1] if lengths is None else int(lengths[r])
-        picks = [s for s in slots[r, :upto].tolist() if 0 <= s < kv_rows.shape[0]]
-        if not picks:
+        latents = all_latents[torch.searchsorted(cached, slots[r, valid[r]].long())]
+        if not len(latents):
             continue
-        latents = quant.reference_dequantize_latent(kv_rows[picks], layout, kv_scale)
         scores = scale * (q[r].double() @ latents.T)
         lse[r] = torch.logsumexp(scores, dim=1)
         out[r] = torch.softmax(scores, dim=1) @ latents[:, :LATENT_DIM]
