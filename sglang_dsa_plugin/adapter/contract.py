@@ -97,6 +97,13 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("model_executor.forward_context.get_token_to_kv_pool"),
     Symbol("state_capturer.indexer_topk.maybe_capture_indexer_topk", ("layer_id", "topk_indices")),
     Symbol("utils.numa_utils.get_cpu_ids_by_node"),
+    Symbol("model_executor.model_runner_components.moe_ep_setup.check_quantized_moe_compatibility", ("model_config",)),
+    Symbol("layers.quantization.fp8.Fp8Config", ("is_checkpoint_fp8_serialized", "weight_block_size")),
+    Symbol("layers.quantization.unquant.UnquantizedLinearMethod.create_weights", ("layer",)),
+    Symbol(
+        "layers.quantization.unquant.UnquantizedFusedMoEMethod",
+        ("use_triton_kernels", "use_flashinfer_trtllm_moe", "use_deep_gemm"),
+    ),
 )
 
 # Resolution steps this package wraps: a step that was renamed would simply never be called.

@@ -18,9 +18,10 @@ the ordinary loader. From then on the model is the one a dequantised checkpoint 
   its layer (`modules_to_not_convert`), and an e4m3 weight without its scale is refused wherever it appears.
 - The scales' parameters are empty and stay, so weights can be loaded again into a running server.
 
-SGLang itself stops fp8 on a CPU in three places, each answered here: the dtypes an fp8 model may have (no float32:
-`get_supported_act_dtypes`), the padding of sizes to whole blocks per rank on a CPU (configs/update_config.py reads
-`weight_block_size`), and the fp8 layers. Nothing else does: the minimum GPU capability is not asked without CUDA.
+SGLang itself stands in the way of fp8 on a CPU in four places, each answered: the dtypes an fp8 model may have (no
+float32: `get_supported_act_dtypes`), the padding of sizes to whole blocks per rank on a CPU (configs/update_config.py
+reads `weight_block_size`), the demand for whole blocks per rank (hooks/cpu_fp8_blocks.py) and the fp8 layers. The
+minimum GPU capability is not asked without CUDA.
 """
 
 from __future__ import annotations

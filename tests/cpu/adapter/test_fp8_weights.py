@@ -25,6 +25,7 @@ from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_context, get_parallel
 
 from sglang_dsa_plugin.adapter.fp8_weights import DequantisedFp8Config, dequantise
+from sglang_dsa_plugin.adapter.hooks.cpu_fp8_blocks import without_blocks
 
 E4M3 = torch.float8_e4m3fn
 PUBLISHED = {
@@ -337,3 +338,23 @@ def test_sizes_are_not_padded_to_blocks():
     made = config(hf_config=SimpleNamespace(q_lora_rank=1536))
     assert made.get_name() == "fp8"
     assert get_moe_padding_size(made.weight_block_size) == get_moe_padding_size(None)
+
+
+@pytest.mark.parametrize("quantization", ("fp8", "w8a8_fp8"))
+def test_ranks_need_no_whole_blocks(quantization):
+    from sglang.srt.model_executor.model_runner_components.moe_ep_setup import check_quantized_moe_compatibility
+
+    original = getattr(check_quantized_moe_compatibility, "__wrapped__", check_quantized_moe_compatibility)
+    model = SimpleNamespace(
+        quantization=quantization,
+        hf_config=SimpleNamespace(quantization_config=PUBLISHED),
+        hf_text_config=SimpleNamespace(moe_intermediate_size=192),
+    )
+    sizes = {"tp_size": 2, "moe_ep_size": 1, "moe_dp_size": 1}
+    with pytest.raises(ValueError, match="weight_block_size_n=128"):
+        original(model_config=model, **sizes)
+    if quantization == "fp8":
+        without_blocks(original, model_config=model, **sizes)
+    else:
+        with pytest.raises(ValueError, match="weight_block_size_n=128"):
+            without_blocks(original, model_config=model, **sizes)
