@@ -64,7 +64,7 @@ def topk_slots(
     Raises ValueError as `topk` and `positions_to_slots` do.
     """
     _check_topk("select.topk_slots", scores, lengths, k, starts, init_tokens, local_tokens)
-    _check_table("select.topk_slots", page_table, row_to_request, page_size, scores.shape[0], scores.device)
+    _check_table("select.topk_slots", page_table, row_to_request, page_size, "lengths", lengths, 1)
     picks = support.resolve("topk", device=scores.device, impl=impl, k=k)(
         scores, lengths, k, starts, init_tokens, local_tokens
     )
@@ -104,11 +104,12 @@ def positions_to_slots(
 ) -> torch.Tensor:
     """Slots of positions [R, k] by the page table of each row's request: int32 [R, k]; -1 stays -1.
 
-    Raises ValueError for wrong shapes, dtypes or devices and page_size < 1.
+    Raises ValueError for wrong shapes, dtypes or devices, page_size < 1, and, on the CPU, requests and positions
+    outside the table.
     """
     op = "select.positions_to_slots"
     _check.index_tensor(op, "positions", positions, (None, None))
-    _check_table(op, page_table, row_to_request, page_size, positions.shape[0], positions.device)
+    _check_table(op, page_table, row_to_request, page_size, "positions", positions, 0)
     run = support.resolve("positions_to_slots", device=positions.device, impl=impl)
     return run(positions, page_table, row_to_request, page_size)
 
@@ -151,12 +152,26 @@ def _check_topk(
 
 
 def _check_table(
-    op: str, page_table: torch.Tensor, row_to_request: torch.Tensor, page_size: int, rows: int, device: torch.device
+    op: str,
+    page_table: torch.Tensor,
+    row_to_request: torch.Tensor,
+    page_size: int,
+    what: str,
+    positions: torch.Tensor,
+    most: int,
 ) -> None:
-    _check.index_tensor(op, "page_table", page_table, (None, None), device)
-    _check.index_tensor(op, "row_to_request", row_to_request, (rows,), device)
+    """`positions` [R, ...] are below `most` plus the positions that the table covers; looked at on the CPU only."""
+    _check.index_tensor(op, "page_table", page_table, (None, None), positions.device)
+    _check.index_tensor(op, "row_to_request", row_to_request, (positions.shape[0],), positions.device)
     if not isinstance(page_size, int) or page_size < 1:
         _check.fail(op, "page_size", "an int of at least 1", page_size)
+    if positions.device.type == "cpu" and positions.numel():
+        low, high = (int(v) for v in row_to_request.aminmax())
+        if low < 0 or high >= page_table.shape[0]:
+            _check.fail(op, "row_to_request", f"in 0 .. {page_table.shape[0] - 1}", (low, high))
+        covered, high = page_table.shape[1] * page_size, int(positions.max())
+        if high >= covered + most:
+            _check.fail(op, what, f"within the {page_table.shape[1]} x {page_size} positions of page_table", high)
 
 
 def reference(

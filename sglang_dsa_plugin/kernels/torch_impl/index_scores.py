@@ -6,8 +6,8 @@ Rows of one window start (ragged) or one request (paged) are scored together, ke
 
 The block is the only place where the head axis meets keys, and its size is a constant: on the CPU it stays in the
 cache, so relu and head sum cost no memory traffic. Keys come in multiples of 64 (padded with zeros, or with what else
-is in the page): then a score depends on its row and key alone, not on the tile, its neighbours or the batch. That is a
-property of the CPU's matmul library, held by a test; cuBLAS makes no such promise.
+is in the page): then, on the CPU, a score depends on its row and key alone, not on the tile, its neighbours or the
+batch (matmul.py says why).
 
 Only the CUDA-graph path (`_paged_captured`) never reads lengths on the host; it scores the whole width for every row.
 """
@@ -20,13 +20,13 @@ import torch
 from torch.nn.functional import pad
 
 from ...cache.layouts import FP8, INDEX_DIM, PAGE_SIZE
+from . import matmul
 
 _ALIGN = 64
 _BLOCK_ELEMENTS = 1 << 20  # f32 elements of a block: 4 MiB
 _BLOCK_ELEMENTS_CUDA = 1 << 24
 _BLOCK_DOTS = 1024  # rows * H of a block
 _MAX_KEYS = 4096
-_MIN_DOTS = 16
 
 # (first key, count) -> keys [count rounded up to 64, 128] and their scales f32 [count] or None
 LoadKeys = Callable[[int, int], tuple[torch.Tensor, torch.Tensor | None]]
@@ -133,7 +133,7 @@ def score_rows(
     width = scores.shape[1]
     counts = [min(max(0, length - first_key), width) for length in lengths]
     row_tile = max(1, min(rows, _BLOCK_DOTS // max(1, heads)))
-    dots = max(_MIN_DOTS, row_tile * heads)
+    dots = max(matmul.MIN_ROWS, row_tile * heads)
     elements = _BLOCK_ELEMENTS if q.device.type == "cpu" else _BLOCK_ELEMENTS_CUDA
     key_tile = max(_ALIGN, min(_MAX_KEYS, elements // dots // _ALIGN * _ALIGN))
     longest = max(counts, default=0)
@@ -154,36 +154,22 @@ def score_rows(
 def _score_tile(q: torch.Tensor, gate: torch.Tensor, keys: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     """q [n, H, 128], gate [n, H], keys [m, 128] as `_widen` gives them, scratch f32 block -> f32 [n, m]."""
     n, heads, dim = q.shape
-    flat = _widen(q).reshape(n * heads, dim)
-    if n * heads < _MIN_DOTS:
-        # A matmul of few rows takes another path with other rounding; a score must not depend on its neighbours.
-        flat = pad(flat, (0, 0, 0, _MIN_DOTS - n * heads))
-    dots = block[: flat.shape[0] * keys.shape[0]].view(flat.shape[0], keys.shape[0])
-    if keys.dtype != torch.float32:
-        torch.mm(flat, keys.T, out_dtype=torch.float32, out=dots)
-    elif q.dtype in (FP8, torch.bfloat16) or _plain_f32(q.device):
-        torch.mm(flat, keys.T, out=dots)
-    else:
-        dots.copy_(torch.mm(flat.double(), keys.T.double()))
-    return _head_sum(dots[: n * heads].view(n, heads, keys.shape[0]), gate)
+    m = keys.shape[0]
+    flat = matmul.pad_rows(_widen(q).reshape(n * heads, dim))
+    # One row's heads are too few for the matmul library to share among threads: hand it a batch of pages instead.
+    pieces = m // _ALIGN if n == 1 else 1
+    dots = block[: len(flat) * m].view(pieces, len(flat), m // pieces)
+    matmul.multiply(flat.expand(pieces, -1, -1), keys.view(pieces, -1, dim).mT, dots, q.dtype)
+    dots = dots[:, : n * heads].unflatten(1, (n, heads)).flatten(0, 1)
+    return _head_sum(dots, gate.expand(dots.shape[0], heads)).view(n, m)
 
 
 def _head_sum(dots: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """Overwrites dots f32 [n, H, m]; gate [n, H] -> f32 [n, m]."""
     dots.relu_()
-    if dots.device.type == "cpu" and _plain_f32(dots.device):
+    if dots.device.type == "cpu" and matmul.plain_f32(dots.device):
         return torch.bmm(gate.unsqueeze(1), dots).squeeze(1)
     return dots.mul_(gate.unsqueeze(2)).sum(1)
-
-
-def _plain_f32(device: torch.device) -> bool:
-    """False when a switch of the process lets f32 matmuls round their inputs to TF32 or bf16.
-
-    bf16 and e4m3 values survive that, f32 and f16 values and the relu'd products do not.
-    """
-    backend = torch.backends.mkldnn if device.type == "cpu" else torch.backends.cuda
-    precision = backend.matmul.fp32_precision
-    return (torch.backends.fp32_precision if precision == "none" else precision) in ("none", "ieee")
 
 
 def _mask_tails(scores: torch.Tensor, counts: list[int]) -> None:
@@ -254,12 +240,8 @@ def _paged_captured(
             taken = tables[tile, column // PAGE_SIZE : -(-min(column + key_tile, width) // PAGE_SIZE)]
             keys, scales = _unpack(pages[taken])
             keys = keys.flatten(1, 2).mT
-            if keys.dtype != torch.float32:
-                dots = torch.bmm(_widen(q[tile]), keys, out_dtype=torch.float32)
-            elif _plain_f32(q.device):
-                dots = torch.bmm(_widen(q[tile]), keys)
-            else:
-                dots = torch.bmm(_widen(q[tile]).double(), keys.double()).float()
+            dots = torch.empty((len(keys), heads, keys.shape[2]), dtype=torch.float32, device=q.device)
+            matmul.multiply(_widen(q[tile]), keys, dots, q.dtype)
             part = _head_sum(dots, gate[tile])
             if scales is not None:
                 part *= scales.flatten(1)

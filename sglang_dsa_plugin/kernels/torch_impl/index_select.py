@@ -66,7 +66,8 @@ def _select(
     budget_bytes: int,
 ) -> torch.Tensor:
     """`sizes` is `lengths` on the host; consecutive rows with the same value in `groups` share their keys."""
-    picks = select.identity(lengths, topk)
+    short = min(sizes, default=0) <= topk
+    picks = select.identity(lengths, topk) if short else lengths.new_empty((len(sizes), topk), dtype=torch.int32)
     floats = budget_bytes // 4
     limit = max(1, min(_MAX_ROWS, floats // max(1, max(sizes, default=0))))
     for first, last in select.long_runs(sizes, topk, limit):

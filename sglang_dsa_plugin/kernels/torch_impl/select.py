@@ -49,7 +49,7 @@ def topk(
 
 def _topk_cpu(scores: torch.Tensor, lengths: torch.Tensor, k: int) -> torch.Tensor:
     sizes = lengths.tolist()
-    out = identity(lengths, k)
+    out = identity(lengths, k) if min(sizes, default=0) <= k else torch.empty((len(sizes), k), dtype=torch.int32)
     for first, last in long_runs(sizes, k, max(1, _TILE_ELEMENTS // max(1, scores.shape[1]))):
         width = max(sizes[first:last])
         keys = order_keys(scores[first:last, :width])
@@ -159,9 +159,15 @@ def positions_to_slots(
     positions: torch.Tensor, page_table: torch.Tensor, row_to_request: torch.Tensor, page_size: int
 ) -> torch.Tensor:
     """positions int [R, k] -> slots int32 [R, k]; -1 stays -1."""
-    if page_table.shape[1] == 0 or positions.numel() == 0:
+    if page_table.numel() == 0 or positions.numel() == 0:
         return torch.full(positions.shape, -1, dtype=torch.int32, device=positions.device)
-    page = torch.div(positions, page_size, rounding_mode="floor").clamp_(min=0)
-    entry = page_table[row_to_request.long().unsqueeze(1), page.long()]
-    slots = entry.to(torch.int32) * page_size + (positions - page * page_size).to(torch.int32)
-    return torch.where(positions >= 0, slots, -1)
+    if page_size & (page_size - 1):
+        page = torch.div(positions, page_size, rounding_mode="floor")
+    else:
+        page = positions >> (page_size.bit_length() - 1)  # division of int32 is many times slower on a CPU
+    wide = torch.int32 if page_table.numel() < 2**31 else torch.int64
+    first = (row_to_request.to(wide) * page_table.shape[1]).unsqueeze(1)
+    index = page.to(wide).clamp(min=0) + first
+    entry = page_table.reshape(-1).index_select(0, index.view(-1)).view(positions.shape)
+    slots = (entry.to(torch.int32) - page) * page_size + positions
+    return torch.where(positions < 0, -1, slots).to(torch.int32)

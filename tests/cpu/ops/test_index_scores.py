@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dsa_plugin.cache.layouts import FP8
 from sglang_dsa_plugin.kernels.torch_impl import index_scores as torch_scores
+from sglang_dsa_plugin.kernels.torch_impl import matmul
 from sglang_dsa_plugin.ops import index_scores
 
 from .indexer_inputs import DTYPES, generator, normal
@@ -239,7 +240,7 @@ def test_matmul_precision_switch_of_the_process_costs_no_accuracy(precision, dty
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision(precision)
-        assert not torch_scores._plain_f32(torch.device("cpu"))
+        assert not matmul.plain_f32(torch.device("cpu"))
         got = index_scores.ragged(*args)
     finally:
         torch.set_float32_matmul_precision(before)

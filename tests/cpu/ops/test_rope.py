@@ -60,6 +60,15 @@ def test_position_zero_is_the_identity_and_input_is_untouched():
     assert torch.equal(got, wide[..., :64]) and torch.equal(wide, kept)
 
 
+@pytest.mark.parametrize("layout", rope.LAYOUTS)
+def test_a_row_does_not_depend_on_its_batch(layout):
+    x, p, table = _x(299, 33, 64), torch.arange(299), _table()
+    whole = rope.apply(x, p, table, layout)
+    for first, last in ((0, 1), (7, 10), (100, 250), (298, 299)):
+        assert torch.equal(rope.apply(x[first:last], p[first:last], table, layout), whole[first:last])
+        assert torch.equal(rope.apply(x[first:last, 5], p[first:last], table, layout), whole[first:last, 5])
+
+
 def test_no_rows():
     assert rope.apply(torch.zeros(0, 4, 64), torch.zeros(0, dtype=torch.int32), _table(), "half").shape == (0, 4, 64)
 

@@ -161,6 +161,16 @@ def test_tiles_of_rows_agree(monkeypatch):
         assert torch.equal(_everywhere(scores, lengths, 64), want)
 
 
+def test_offsets_past_two_to_the_31():  # NVIDIA/cudnn-frontend#311
+    scores = torch.randn(1, 262_209, generator=_generator()).expand(8200, -1)  # 2.15e9 elements, one row of memory
+    lengths = torch.zeros(8200, dtype=torch.int32)
+    lengths[[0, 8191, 8199]] = 262_209
+    got = select.topk(scores, lengths, 32)
+    want = select.reference(scores[:1], lengths[:1], 32)[0]
+    assert all(torch.equal(got[r], want) for r in (0, 8191, 8199))
+    assert int((got >= 0).sum()) == 3 * 32
+
+
 def test_no_rows_and_no_columns():
     assert select.topk(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int32), 3).shape == (0, 3)
     for starts in (None, torch.zeros(2, dtype=torch.int32)):
@@ -228,3 +238,11 @@ def test_bad_tables_are_named():
         select.topk_ragged(scores, lengths, 5, torch.zeros(4))
     with pytest.raises(ValueError, match=r"select\.positions_to_slots: page_size must be"):
         select.positions_to_slots(torch.zeros(4, 2, dtype=torch.int32), table, torch.zeros(4, dtype=torch.int32), 0)
+    with pytest.raises(ValueError, match=r"select\.topk_slots: row_to_request must be in 0 \.\. 1"):
+        select.topk_slots(scores, lengths, 5, table, torch.tensor([0, 1, 2, 0]))
+    requests = torch.zeros(4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"select\.topk_slots: lengths must be within the 3 x 1 positions"):
+        select.topk_slots(scores, lengths, 5, table, requests, 1)
+    assert select.topk_slots(scores, lengths, 5, table, requests, 2).shape == (4, 5)
+    with pytest.raises(ValueError, match=r"select\.positions_to_slots: positions must be within"):
+        select.positions_to_slots(torch.full((4, 2), 192), table, requests)
