@@ -9,6 +9,7 @@ from sglang_dsa_plugin.cache.layouts import FP8, FP8_MAX, LATENT_DIM, LATENT_LAY
 _SCALES = LATENT_DIM // QUANT_BLOCK
 _ROPE_AT = LATENT_DIM + 4 * _SCALES
 _SMALLEST_AMAX = 1e-4
+_CPU_CHUNK_ROWS = 2048
 # Sign, then 14 bits without the copy of the sign that widening an int8 leaves in bit 14.
 _HALF_BITS = ~0x4000
 _INF_BITS = _EXPONENT_BITS = 0x7F800000
@@ -53,18 +54,26 @@ def quantize_latent(latent: torch.Tensor, rope: torch.Tensor, layout: str, kv_sc
     return rows
 
 
-def dequantize_latent(rows: torch.Tensor, layout: str, kv_scale: float = 1.0) -> torch.Tensor:
-    """`ops.quant.dequantize_latent`."""
-    if layout == "fp8_656":
-        nope, scales, turn = split_656(rows)
+def dequantize_latent(
+    rows: torch.Tensor, layout: str, kv_scale: float = 1.0, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`ops.quant.dequantize_latent`; out: f32 [R, 576] to write to."""
+    if out is None:
         out = torch.empty(rows.shape[0], ROW_DIM, dtype=torch.float32, device=rows.device)
-        shape = (rows.shape[0], _SCALES, QUANT_BLOCK)
-        torch.mul(widen_e4m3(nope).view(shape), scales.unsqueeze(-1), out=out[:, :LATENT_DIM].view(shape))
-        out[:, LATENT_DIM:].copy_(turn)
-        return out
-    if layout == "fp8_576":
-        return widen_e4m3(rows).mul_(kv_scale)
-    return rows.to(torch.float32, copy=True)
+    if rows.dtype.itemsize > 1:
+        return out.copy_(rows)
+    # In chunks on a CPU, so that what lies between bytes and floats stays in cache.
+    step = _CPU_CHUNK_ROWS if rows.device.type == "cpu" else max(1, rows.shape[0])
+    for at in range(0, rows.shape[0], step):
+        part, to = rows[at : at + step], out[at : at + step]
+        if layout == "fp8_576":
+            torch.mul(widen_e4m3(part), kv_scale, out=to)
+            continue
+        nope, scales, turn = split_656(part)
+        shape = (part.shape[0], _SCALES, QUANT_BLOCK)
+        torch.mul(widen_e4m3(nope).view(shape), scales.unsqueeze(-1), out=to[:, :LATENT_DIM].view(shape))
+        to[:, LATENT_DIM:].copy_(turn)
+    return out
 
 
 def widen_e4m3(x: torch.Tensor) -> torch.Tensor:

@@ -13,21 +13,27 @@ import torch
 Index = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
 
-def scatter(
-    slots: torch.Tensor, count: int, index: Index, writes: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-) -> None:
+Writes = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+
+def scatter(slots: torch.Tensor, count: int, index: Index, writes: Writes) -> None:
     """For every (view, values [R, ...]): view[index(slot)] = value, for the slots [R] in [0, count)."""
     if not slots.numel() or not count:
         return
-    if slots.device.type == "cpu":
-        if int(slots.min()) < 0:
-            kept = (slots >= 0).nonzero().squeeze(1)
-            slots = slots[kept]
-            writes = tuple((view, values[kept]) for view, values in writes)
-        at = index(slots.long())
-        for view, values in writes:
-            view[at] = values
+    if slots.device.type != "cpu":
+        scatter_unseen(slots, count, index, writes)
         return
+    if int(slots.min()) < 0:
+        kept = (slots >= 0).nonzero().squeeze(1)
+        slots = slots[kept]
+        writes = tuple((view, values[kept]) for view, values in writes)
+    at = index(slots.long())
+    for view, values in writes:
+        view[at] = values
+
+
+def scatter_unseen(slots: torch.Tensor, count: int, index: Index, writes: Writes) -> None:
+    """`scatter` for at least one slot, without a look at the values."""
     ok = (slots >= 0) & (slots < count)
     row = torch.where(ok, torch.arange(slots.shape[0], device=slots.device), ok.to(torch.uint8).argmax())
     at = index(slots.long()[row].clamp(0, count - 1))

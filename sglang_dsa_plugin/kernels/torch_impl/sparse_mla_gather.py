@@ -10,7 +10,7 @@ import math
 import torch
 
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM, ROW_DIM
-from sglang_dsa_plugin.kernels.torch_impl import quant
+from sglang_dsa_plugin.kernels.torch_impl import quant, workspace
 from sglang_dsa_plugin.kernels.torch_impl.attention import scaled_scores, softmax_and_lse
 
 # Latents and scores of a tile, in f32 values: on a CPU about a core's share of the last-level cache for each thread.
@@ -19,7 +19,7 @@ _CPU_TILE_VALUES_PER_THREAD = 2 << 20
 
 
 class Source:
-    """The latent cache, read as f32 rows."""
+    """The latent cache, read as f32 rows; what it returns is valid until it is asked again."""
 
     def __init__(self, kv_rows: torch.Tensor, layout: str, kv_scale: float) -> None:
         self.layout, self.kv_scale, self.dtype = layout, kv_scale, kv_rows.dtype
@@ -28,7 +28,8 @@ class Source:
 
     def pick(self, slots: torch.Tensor) -> torch.Tensor:
         """Rows at `slots` [n], all in range: f32 [n, 576]."""
-        return self._decode(self.rows.index_select(0, slots))
+        rows = workspace.take("rows", (slots.shape[0], self.rows.shape[1]), self.rows.dtype, self.rows.device)
+        return self._decode(torch.index_select(self.rows, 0, slots, out=rows))
 
     def span(self, start: int, end: int) -> torch.Tensor:
         """Rows start .. end: f32 [end - start, 576], which may be a view of the cache."""
@@ -37,7 +38,8 @@ class Source:
     def _decode(self, rows: torch.Tensor) -> torch.Tensor:
         if self.layout == "fp32_2304":
             return rows
-        return quant.dequantize_latent(rows.view(self.dtype), self.layout, self.kv_scale)
+        out = workspace.take("latents", (rows.shape[0], ROW_DIM), torch.float32, rows.device)
+        return quant.dequantize_latent(rows.view(self.dtype), self.layout, self.kv_scale, out)
 
 
 def run(

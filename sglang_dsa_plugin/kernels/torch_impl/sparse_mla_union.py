@@ -18,7 +18,7 @@ import math
 import torch
 
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM, ROW_DIM
-from sglang_dsa_plugin.kernels.torch_impl import sparse_mla_gather
+from sglang_dsa_plugin.kernels.torch_impl import sparse_mla_gather, workspace
 from sglang_dsa_plugin.kernels.torch_impl.attention import softmax_and_lse
 from sglang_dsa_plugin.kernels.torch_impl.sparse_mla_gather import Source
 
@@ -26,8 +26,8 @@ from sglang_dsa_plugin.kernels.torch_impl.sparse_mla_gather import Source
 _PRODUCT_ROWS = 512
 _MAX_TILE = 64
 _MIN_TILE = 4
-# Scores of a tile, in f32 values (there are two such buffers).
-_MAX_SCORES = 8 << 20
+# Scores of a tile (and as many weights), and the latents of its union, in f32 values.
+_MAX_SCORES = _MAX_LATENTS = 8 << 20
 
 # A range of the cache is read in place when at most this much larger than the union.
 _SPAN_SLACK = 1.02
@@ -57,7 +57,7 @@ def run(
 
 
 class _Work:
-    """One call: holds the arguments, the scratch buffers, and the run of rows waiting to be gathered together."""
+    """One call: the arguments, and the run of rows waiting to be gathered together."""
 
     def __init__(
         self,
@@ -73,7 +73,6 @@ class _Work:
         self.q, self.source, self.slots, self.ok = q, source, slots, ok
         self.scale, self.sink, self.out, self.lse = scale, sink, out, lse
         self.heads = q.shape[1]
-        self.scratch: tuple[torch.Tensor, torch.Tensor] | None = None
         self.waiting: tuple[int, int] | None = None
 
     def tile(self, at: int, end: int) -> None:
@@ -101,7 +100,7 @@ class _Work:
             self.waiting = None
 
     def _worth(self, count: int, plan: _Union) -> bool:
-        if count * self.heads * plan.size > _MAX_SCORES:
+        if count * self.heads * plan.size > _MAX_SCORES or plan.size * ROW_DIM > _MAX_LATENTS:
             return False
         united = plan.size * (max(count * self.heads, 16) + _FETCH) + _SCATTER * plan.picks
         apart = plan.picks * (max(self.heads * _THIN_HEAD, _THIN_FLOOR) + _FETCH)
@@ -118,10 +117,10 @@ class _Work:
         count, size = end - at, plan.size
         latents = plan.latents(self.source)
         queries = self.q[at:end].float().reshape(count * self.heads, ROW_DIM)
-        scores, weights = self._buffers(count * self.heads, size)
+        scores = workspace.take("scores", (count * self.heads, size), torch.float32, self.q.device)
         scores.view(count, self.heads, size).copy_(plan.mask().unsqueeze(1))
         torch.addmm(scores, queries, latents.t(), alpha=self.scale, out=scores)
-        _, total = softmax_and_lse(scores, out=weights)
+        weights, total = softmax_and_lse(scores)
         values = torch.mm(weights, latents[:, :LATENT_DIM])
         if not math.isfinite(values.sum().item()):
             self._gathered(at, end)
@@ -135,14 +134,6 @@ class _Work:
             total.masked_fill_(none, -math.inf)
         self.out[at:end].copy_(values)
         self.lse[at:end].copy_(total)
-
-    def _buffers(self, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        # Fresh pages from the system for every tile cost as much as the softmax.
-        need = rows * columns
-        if self.scratch is None or self.scratch[0].numel() < need:
-            self.scratch = (torch.empty(need), torch.empty(need))
-        first, second = self.scratch
-        return first[:need].view(rows, columns), second[:need].view(rows, columns)
 
 
 class _Union:

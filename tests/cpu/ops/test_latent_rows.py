@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sglang_dsa_plugin.cache.layouts import LATENT_LAYOUTS
+from sglang_dsa_plugin.kernels.torch_impl import slot_io
 from sglang_dsa_plugin.ops import latent_rows, quant
 
 LAYOUTS = tuple(LATENT_LAYOUTS)
@@ -77,6 +78,24 @@ def test_slots_out_of_range_raise_and_write_nothing(layout, bad):
     with pytest.raises(ValueError, match=r"latent_rows.move: dst"):
         latent_rows.move(rows, torch.tensor([1, 2]), slots)
     assert _equal(rows, _rows(layout))
+
+
+@pytest.mark.parametrize("slots", [[5], [-1], [7, -1, 101, 99, -5, 2**31 - 1], [-1, 101], list(range(101))])
+def test_writing_without_a_look_at_the_slots_skips_the_same(slots):
+    """What a GPU does, where out-of-range slots cannot raise."""
+    rows, want = _normal(101, 2, 3), _normal(101, 2, 3)
+    other, want_other = _normal(101, seed=1), _normal(101, seed=1)
+    values, more = _normal(len(slots), 2, 3, seed=2), _normal(len(slots), seed=3)
+    for i, slot in enumerate(slots):
+        if 0 <= slot < 101:
+            want[slot], want_other[slot] = values[i], more[i]
+    slots = torch.tensor(slots, dtype=torch.int32)
+    slot_io.scatter_unseen(slots, 101, lambda s: (s,), ((rows, values), (other, more)))
+    assert torch.equal(rows, want) and torch.equal(other, want_other)
+    read = slot_io.gather(slots, 101, lambda s: (s,), (rows, other))
+    valid = (slots >= 0) & (slots < 101)
+    assert torch.equal(read[0][valid], rows[slots[valid].long()]) and (read[0][~valid] == 0).all()
+    assert torch.equal(read[1][valid], other[slots[valid].long()]) and (read[1][~valid] == 0).all()
 
 
 SLOTS = torch.tensor([0, 1])

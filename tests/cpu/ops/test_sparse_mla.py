@@ -231,6 +231,16 @@ def test_out_is_written_and_returned():
     assert got[0] is out and torch.equal(out, sparse_mla.sparse_mla(q, cache, slots, SCALE, "bf16_1152")[0])
 
 
+@pytest.mark.parametrize("rows, heads, k", [(1, 1, 1), (2, 3, 9), (40, 4, 50)])
+def test_nothing_of_an_earlier_call_remains(rows, heads, k):
+    cache, slots = _cache("fp8_656", 90), _picks(rows, k, 90)
+    q = _queries(rows, heads)
+    want = _check(q, cache, slots, "fp8_656")
+    sparse_mla.sparse_mla(torch.full_like(q, math.nan), cache, slots, SCALE, "fp8_656")
+    got = sparse_mla.sparse_mla(q, cache, slots, SCALE, "fp8_656")
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_memory_is_bounded_by_tiles(apart):
     rows, k = 300, 512
