@@ -1,0 +1,73 @@
+"""Prefill up to index_topk runs dense, above it sparse: the same numbers, counted apart, nothing lost between them."""
+
+import pytest
+
+from tests.server.harness import ServerSpec, random_prompt
+from tests.server.specs import PLAIN
+from tests.server.test_equality import BOUND, K, difference
+
+pytestmark = pytest.mark.server
+THRESHOLD = "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD"
+SPARSE = ServerSpec("v32-always-sparse", PLAIN.model, PLAIN.args, (*PLAIN.env, (THRESHOLD, "0")))
+LENGTHS = (1, 2, 31, 63, 64)
+
+
+def answers_and_paths(server, prompts, new=1):
+    """Answers to one batch, and the dense and sparse prefill batches it took."""
+    before = server.prefills()
+    answers = server.generate(prompts, new=new)
+    after = server.prefills()
+    return answers, after["dense"] - before["dense"], after["sparse"] - before["sparse"]
+
+
+@pytest.mark.parametrize("server", [PLAIN], indirect=True)
+def test_counter(server):
+    server.flush()
+    for length, dense, sparse in ((8, 1, 0), (K, 1, 0), (K + 1, 0, 1), (200, 0, 1)):
+        assert answers_and_paths(server, [random_prompt(length, seed=20)])[1:] == (dense, sparse), length
+    # A batch is dense only when all of it is short.
+    _, _, sparse = answers_and_paths(server, [random_prompt(n, seed=20) for n in (8, K + 1)])
+    assert sparse >= 1
+    assert "sglang_dsa_prefill_rows_total" in server.metrics()
+
+
+@pytest.mark.parametrize("server", [PLAIN], indirect=True)
+def test_dense_prefill_stores_index_keys(server):
+    """k - 8 tokens prefilled dense, then 40 decoded: from the ninth on, picks are made among the keys it stored."""
+    server.flush()
+    (answer,), dense, sparse = answers_and_paths(server, [random_prompt(K - 8, seed=21)], new=40)
+    assert (dense, sparse) == (1, 0)
+    assert float(difference(server, answer).max()) <= BOUND
+
+
+@pytest.fixture(scope="session")
+def dense_rows(slot):
+    """Rows of the short prompts by the dense path, asked for once: two servers do not run side by side."""
+    kept = []
+
+    def get():
+        if not kept:
+            for length in LENGTHS:
+                (answer,), dense, sparse = answers_and_paths(slot.get(PLAIN), [random_prompt(length, seed=22)])
+                assert (dense, sparse) == (1, 0)
+                kept.append(answer.rows)
+        return kept
+
+    return get
+
+
+@pytest.mark.parametrize("server", [PLAIN], indirect=True)
+def test_short_prompts_run_dense(server, dense_rows):
+    server.flush()
+    assert [rows.shape[0] for rows in dense_rows()] == list(LENGTHS)
+
+
+@pytest.mark.parametrize("server", [SPARSE], indirect=True)
+def test_sparse_equals_dense(server, slot, dense_rows):
+    """Asked for with SGLang's own threshold; the counter shows that it really ran sparse."""
+    expected = dense_rows()
+    server = slot.get(SPARSE)
+    for length, rows in zip(LENGTHS, expected):
+        (answer,), dense, sparse = answers_and_paths(server, [random_prompt(length, seed=22)])
+        assert (dense, sparse) == (0, 1)
+        assert float((answer.rows - rows).abs().max()) <= 1e-5
