@@ -137,6 +137,8 @@ def check_width(op: str, width: int | None) -> None:
 
 def _check_query(op: str, q: torch.Tensor, gate: torch.Tensor) -> None:
     _check.tensor(op, "q", q, (None, None, INDEX_DIM), (FP8, *_MODEL_DTYPES))
+    if q.shape[1] == 0:
+        _check.fail(op, "q", "of at least one head", q)
     _check.tensor(op, "gate", gate, (q.shape[0], q.shape[1]), (torch.float32,), q.device, "q")
 
 

@@ -9,7 +9,7 @@ cache, so relu and head sum cost no memory traffic. Keys come in multiples of 64
 is in the page): then, on the CPU, a score depends on its row and key alone, not on the tile, its neighbours or the
 batch (matmul.py says why).
 
-Only the CUDA-graph path (`_paged_captured`) never reads lengths on the host; it scores the whole width for every row.
+Only the CUDA-graph path (`paged_captured`) never reads lengths on the host; it scores the whole width for every row.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def paged(
     """q [R, H, 128], pages, gate [R, H], lengths [R], page_table [B, n], row_to_request [R] -> f32 [R, width]."""
     if capturing(q.device):
         width = page_table.shape[1] * PAGE_SIZE if width is None else width
-        return _paged_captured(q, pages, gate, lengths, page_table, row_to_request, width)
+        return paged_captured(q, pages, gate, lengths, page_table, row_to_request, width)
     sizes, requests = torch.stack((lengths.long(), row_to_request.long())).tolist()
     width = max(sizes, default=0) if width is None else width
     scores = torch.empty((q.shape[0], width), dtype=torch.float32, device=q.device)
@@ -217,7 +217,7 @@ def to_float(x: torch.Tensor) -> torch.Tensor:
     return halves.view(torch.float16).float().mul_(256.0)
 
 
-def _paged_captured(
+def paged_captured(
     q: torch.Tensor,
     pages: torch.Tensor,
     gate: torch.Tensor,

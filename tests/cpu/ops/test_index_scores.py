@@ -54,7 +54,7 @@ def test_paged_windows(dtype, heads):
     want = index_scores.reference_paged(*args)
     windows = [keys[b, :n] for b, n in zip(requests.tolist(), lengths.tolist())]
     _close(index_scores.paged(*args), want, inputs, windows)
-    _close(torch_scores._paged_captured(*args, 384), want, inputs, windows)
+    _close(torch_scores.paged_captured(*args, 384), want, inputs, windows)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
@@ -194,8 +194,20 @@ def test_junk_past_the_length_is_not_seen():
     args = inputs.q, pages, inputs.gate, torch.tensor([71, 7]), table, torch.tensor([0, 1])
     got = index_scores.paged(*args)
     assert got.shape == (2, 71) and not got.isnan().any() and (got[1, 7:] == -torch.inf).all()
-    captured = torch_scores._paged_captured(*args, 192)
+    captured = torch_scores.paged_captured(*args, 192)
     assert not captured.isnan().any() and (captured[0, 71:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reads_slices_of_wider_tensors(dtype):
+    inputs = normal(3, 4, 192, dtype)
+    start, end = torch.tensor([0, 10, 50]), torch.tensor([150, 190, 64])
+    want = index_scores.ragged(inputs.q, inputs.k, inputs.k_scale, inputs.gate, start, end)
+    raw_q, raw_k = (x.view(torch.uint8 if dtype == FP8 else dtype) for x in (inputs.q, inputs.k))
+    q = torch.cat((raw_q, raw_q, raw_q), dim=-1)[..., 128:256].view(dtype)
+    k = torch.cat((raw_k, raw_k, raw_k), dim=-1)[..., 128:256].view(dtype)
+    gate = torch.cat((inputs.gate, inputs.gate), dim=-1)[:, 4:]
+    assert torch.equal(index_scores.ragged(q, k, inputs.k_scale, gate, start, end), want)
 
 
 @pytest.mark.parametrize("width", [0, 1, 65, 150, 300])
@@ -258,6 +270,7 @@ def _ragged(**change):
     "change, argument",
     [
         ({"q": torch.zeros(4, 2, 64)}, "q"),
+        ({"q": torch.zeros(4, 0, 128)}, "q"),
         ({"q": torch.zeros(4, 2, 128, dtype=torch.float64)}, "q"),
         ({"k": torch.zeros(64, 128, dtype=torch.bfloat16)}, "k"),
         ({"k_scale": torch.ones(64)}, "k_scale"),
