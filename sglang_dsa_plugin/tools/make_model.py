@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_dsa_plugin.tools import draft_layer
 from sglang_dsa_plugin.tools import tokenizer as tok
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ def make_model(
     dtype: str = "bfloat16",
     quant: str | None = None,
     twin: str | Path | None = None,
+    nextn: int = 0,
+    echo: float = 0.5,
 ) -> MadeModel:
     """Write a random checkpoint with tokenizer and generation config to `out_dir` (created; must be empty).
 
@@ -81,6 +84,8 @@ def make_model(
         from three layers on.
     quant: None, or "fp8-block" for the published DeepSeek format.
     twin: with quant, also write the dequantised model here, in `dtype`, equal to the last bit.
+    nextn: 1 adds a draft layer for multi-token prediction and makes the model guessable, see draft_layer.py.
+    echo: with nextn, how much the next token follows from the last one alone.
 
     Raises ValueError naming the option, the value and what is allowed.
     """
@@ -88,6 +93,7 @@ def make_model(
     _check(
         arch=arch, rope=rope, dtype=dtype, quant=quant, layers=layers, dense_layers=dense_layers, vocab=vocab,
         experts=experts, experts_per_token=experts_per_token, max_position=max_position, schedule=schedule, twin=twin,
+        nextn=nextn, echo=echo,
     )  # fmt: skip
     for directory in (out, *([Path(twin)] if twin else [])):
         if directory.exists() and any(directory.iterdir()):
@@ -131,9 +137,10 @@ def make_model(
         "ep_size": 1,
         "num_nextn_predict_layers": 0,
     }
-    model = _build(arch, options, index_heads, schedule)
+    model = _build(arch, options, index_heads, schedule, nextn)
     _fill(model, seed)
-    return _save(model, out, dtype, quant, Path(twin) if twin else None)
+    draft = draft_layer.lean(model, layers, echo, seed) if nextn else {}
+    return _save(model, out, dtype, quant, Path(twin) if twin else None, layers, draft)
 
 
 def _check(*, schedule: str | None, twin: str | Path | None, **options: Any) -> None:
@@ -151,6 +158,12 @@ def _check(*, schedule: str | None, twin: str | Path | None, **options: Any) -> 
         bad("vocab", f"at least {tok.MIN_VOCAB} (256 bytes and the specials)")
     if options["rope"] == "yarn" and options["max_position"] <= YARN_ORIGINAL:
         bad("max_position", f"more than {YARN_ORIGINAL} with rope='yarn'")
+    if options["nextn"] not in (0, 1):
+        bad("nextn", "0 or 1, SGLang's limit")
+    if options["nextn"] and options["layers"] == 1:
+        bad("layers", "at least 2 with nextn, because SGLang takes a single layer for the draft itself")
+    if not options["echo"] > 0:
+        bad("echo", "positive")
     if schedule is not None:
         options["schedule"] = schedule
         if options["arch"] != "glm_moe_dsa":
@@ -162,21 +175,22 @@ def _check(*, schedule: str | None, twin: str | Path | None, **options: Any) -> 
         bad("twin", "None unless quant is given")
 
 
-def _build(arch: str, options: dict[str, Any], index_heads: int | None, schedule: str | None) -> Any:
-    """The Hugging Face model of `arch`, in float32, with its own initial weights."""
+def _build(arch: str, options: dict[str, Any], index_heads: int | None, schedule: str | None, nextn: int) -> Any:
+    """The Hugging Face model of `arch`, in float32, with its own initial weights; a draft layer is one more layer."""
     import transformers
 
+    layers = options["num_hidden_layers"]
+    options["num_hidden_layers"] += nextn
     if arch == "deepseek_v32":
         options |= {"index_n_heads": index_heads or 64}
         config = transformers.DeepseekV32Config(**options)
         model = transformers.DeepseekV32ForCausalLM(config)
     else:
-        layers = options["num_hidden_layers"]
-        letters = schedule or ("FS" * layers if layers >= 3 else "F" * layers)
+        letters = (schedule or ("FS" * layers if layers >= 3 else "F" * layers))[:layers] + "F" * nextn
         options |= {
             "index_n_heads": index_heads or 32,
             "indexer_rope_interleave": True,
-            "indexer_types": [{"F": "full", "S": "shared"}[letter] for letter in letters[:layers]],
+            "indexer_types": [{"F": "full", "S": "shared"}[letter] for letter in letters],
         }
         config = transformers.GlmMoeDsaConfig(**options)
         model = transformers.GlmMoeDsaForCausalLM(config)
@@ -207,12 +221,14 @@ def _scaled(name: str, noise: torch.Tensor) -> torch.Tensor:
     return gain * noise / math.sqrt(noise.shape[-1])
 
 
-def _save(model: Any, out: Path, dtype: str, quant: str | None, twin: Path | None) -> MadeModel:
+def _save(
+    model: Any, out: Path, dtype: str, quant: str | None, twin: Path | None, layers: int, draft: dict[str, torch.Tensor]
+) -> MadeModel:
     import torch
 
     from sglang_dsa_plugin.tools import fp8_checkpoint
 
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = sum(p.numel() for p in (*model.parameters(), *draft.values()))
     bias = {name: b.clone() for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")}
     model.to(getattr(torch, dtype))
     for name, value in bias.items():
@@ -223,6 +239,8 @@ def _save(model: Any, out: Path, dtype: str, quant: str | None, twin: Path | Non
         if directory is not None:
             model.save_pretrained(directory)
             tok.byte_tokenizer(model.config.vocab_size, model.config.max_position_embeddings).save_pretrained(directory)
+            if draft:
+                draft_layer.add(directory, layers, draft)
     if quant == "fp8-block":
         quantized = fp8_checkpoint.quantize(out, twin)
     size = sum(f.stat().st_size for f in out.glob("*.safetensors"))

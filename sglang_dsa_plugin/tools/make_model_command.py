@@ -52,6 +52,8 @@ def make_model(
     dtype: Annotated[Dtype, typer.Option()] = Dtype.bfloat16,
     quant: Annotated[Quant, typer.Option(help="fp8-block: the published DeepSeek format.")] = Quant.none,
     twin: Annotated[Path | None, typer.Option(help="With --quant: also write the dequantised model here.")] = None,
+    nextn: Annotated[int, typer.Option(min=0, max=1, help="1 adds a draft layer for speculative decoding.")] = 0,
+    echo: Annotated[float, typer.Option(help="With --nextn: how guessable the model is.")] = 0.5,
 ) -> None:
     """Write a small random DSA checkpoint that SGLang and Hugging Face both load."""
     from rich.console import Console
@@ -90,6 +92,8 @@ def make_model(
                 dtype=dtype.value,
                 quant=None if quant is Quant.none else quant.value,
                 twin=twin,
+                nextn=nextn,
+                echo=echo,
             )
     except ValueError as error:
         Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
@@ -104,6 +108,8 @@ def make_model(
         "indexer": f"{config.index_rope_layout} rope, theta {config.rope_theta:g}, layers {letters} (S reuses picks)",
         "quantised": f"{len(made.quantized)} weights, fp8 blocks of 128 x 128" if made.quantized else "no",
     }
+    if nextn:
+        rows["draft"] = f"one layer, echo {echo:g}"
     if made.twin:
         rows["twin"] = f"{made.twin}, the same values dequantised"
     for name, value in rows.items():

@@ -137,6 +137,34 @@ def test_fp8_quantises_what_deepseek_does(tmp_path):
     }
 
 
+@pytest.mark.parametrize(("arch", "echo"), [("deepseek_v32", 0.1), ("deepseek_v32", 2.0), ("glm_moe_dsa", 2.0)])
+def test_draft_layer_guesses_as_often_as_asked(tmp_path, arch, echo):
+    made = make_model(tmp_path / "m", arch, **TINY, dtype="float32", nextn=1, echo=echo)
+    config, weights = DsaConfig.from_hf(made.config), load_file(made.path / "model.safetensors")
+    assert (config.num_layers, config.num_nextn_predict_layers) == (2, 1)
+    assert len(made.config["mlp_layer_types"]) == len(made.config["layer_types"]) == 2
+    assert made.parameters == sum(w.numel() for name, w in weights.items() if "correction_bias" not in name)
+    draft = {name.removeprefix("model.layers.2.") for name in weights if name.startswith("model.layers.2.")}
+    assert draft > {"eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight"}
+    assert {"self_attn.indexer.wq_b.weight", "mlp.experts.1.up_proj.weight", "input_layernorm.weight"} < draft
+    tokens = torch.randint(0, 256, (1, 80), generator=torch.Generator().manual_seed(3))
+    chosen = logprobs(made.path, tokens).argmax(-1)
+    # The draft without its attention and MLP, which add little.
+    h = weights["model.embed_tokens.weight"][tokens[0]]
+    h = (weights["model.layers.2.eh_proj.weight"] @ torch.cat([h, torch.zeros_like(h)], 1).T).T
+    h = h / h.square().mean(-1, keepdim=True).sqrt() * weights["model.layers.2.shared_head.norm.weight"]
+    agreed = ((h @ weights["lm_head.weight"].T).argmax(-1) == chosen).float().mean()
+    assert agreed > 0.9 if echo > 1 else agreed < 0.3
+
+
+def test_fp8_leaves_the_drafts_projection(tmp_path):
+    made = make_model(tmp_path / "q", "glm_moe_dsa", **TINY, nextn=1, quant="fp8-block", twin=tmp_path / "t")
+    assert "model.layers.2.self_attn.indexer.wk.weight" in made.quantized
+    assert not any("eh_proj" in name for name in made.quantized)
+    assert set(load_file(tmp_path / "t" / "model.safetensors")) > {"model.layers.2.eh_proj.weight"}
+    assert DsaConfig.from_hf(made.config).num_nextn_predict_layers == 1
+
+
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (128, 128), (129, 255), (300, 64)])
 def test_block_round_trip(n, k):
     weight = torch.randn(n, k, generator=torch.Generator().manual_seed(n)) * torch.logspace(-6, 2, n)[:, None]
@@ -165,6 +193,9 @@ def test_block_round_trip(n, k):
         ({"arch": "glm_moe_dsa", "schedule": "SF"}, ["schedule", "starting with F"]),
         ({"arch": "glm_moe_dsa", "schedule": "FSF"}, ["schedule", "2 letters"]),
         ({"twin": "t"}, ["twin", "quant"]),
+        ({"nextn": 2}, ["nextn", "0 or 1"]),
+        ({"nextn": 1, "layers": 1}, ["layers", "at least 2"]),
+        ({"nextn": 1, "echo": 0.0}, ["echo", "positive"]),
     ],
 )
 def test_bad_options_are_named(tmp_path, changes, words):
