@@ -103,5 +103,5 @@ def split_656(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def _to_fp8(x: torch.Tensor) -> torch.Tensor:
-    # The cast alone turns values past 464 into NaN.
+    # Not every version of torch saturates in the cast; elsewhere values past 464 become NaN.
     return x.clamp_(-FP8_MAX, FP8_MAX).to(FP8)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sglang_dsa_plugin.cache.layouts import FP8, LATENT_LAYOUTS
+from sglang_dsa_plugin.kernels.torch_impl.quant import power_of_two_scale
 from sglang_dsa_plugin.ops import quant
 
 LAYOUTS = tuple(LATENT_LAYOUTS)
@@ -124,6 +125,19 @@ def test_every_e4m3_code_is_read_exactly():
             continue
         size = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
         assert value == (-size if code & 0x80 else size)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_each_nan_code_is_seen_alone(code):
+    codes = torch.zeros(3, 576, dtype=torch.uint8)
+    codes[1, 500] = code
+    read = quant.dequantize_latent(codes.view(FP8), "fp8_576")
+    assert read.isnan().nonzero().tolist() == [[1, 500]] and read.nan_to_num(0).abs().sum() == 0
+
+
+def test_the_scale_of_any_nan_is_the_largest():
+    nans = torch.tensor([0x7FFFFFFF, 0x7FC00000, 0x7F800001, 0x7F800000], dtype=torch.int32).view(torch.float32)
+    assert (power_of_two_scale(nans) == 2.0**120).all()
 
 
 def test_rounding_reference_agrees_with_the_values_of_the_format():

@@ -116,6 +116,7 @@ def test_requests_of_both_kinds_in_one_batch(fetched):
 def test_invalid_picks_are_masked_and_never_read(rows):
     cache = _cache("bf16_1152", 200)
     slots = _picks(rows, 64, 100, holes=0.3)
+    slots[slots >= 0] += 50
     want = _check(_queries(rows, 16), cache, slots, "bf16_1152")
     # Whatever nobody picked may hold anything: slot 0 and what surrounds the picks included.
     picked = torch.zeros(200, dtype=torch.bool)
@@ -125,6 +126,14 @@ def test_invalid_picks_are_masked_and_never_read(rows):
     got = sparse_mla.sparse_mla(_queries(rows, 16), cache, bad, SCALE, "bf16_1152")
     assert_attention(got, sparse_mla.reference(_queries(rows, 16), cache, slots, SCALE, "bf16_1152"))
     torch.testing.assert_close(got[1], want[1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("bad", [-2, 90, 91, 2**31 - 1])
+def test_one_slot_just_out_of_range(rows, bad):
+    slots = _picks(rows, 70, 90)
+    slots[rows // 2, 33] = bad
+    _check(_queries(rows, 16), _cache("bf16_1152", 90), slots, "bf16_1152")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -143,7 +152,7 @@ def test_a_bad_row_harms_only_those_who_picked_it(value):
 @pytest.mark.parametrize("rows", [1, 5, 33])
 @pytest.mark.parametrize("sink", [False, True])
 def test_rows_without_a_valid_pick_are_zero(rows, sink):
-    slots = _picks(rows, 50, 90)
+    slots = _picks(rows, 75, 90)
     slots[rows // 2] = -1
     more = {"sink": _normal(8)} if sink else {}
     out, lse = _check(_queries(rows, 8), _cache("fp8_656", 90), slots, "fp8_656", **more)
