@@ -78,7 +78,7 @@ def _versions(report: Report) -> None:
         except PackageNotFoundError:
             report.versions[package] = None
     if report.versions["torch"] is None:
-        report.problems.append("torch is not installed; pip install sglang-dsa-plugin brings it, with sglang")
+        report.problems.append("torch is not installed; installing this package with pip (without --no-deps) brings it")
 
 
 def _platform(report: Report) -> None:
@@ -175,7 +175,9 @@ def _contract(report: Report) -> None:
     """Check every name of SGLang the plugin relies on. This imports SGLang and takes most of the doctor's time."""
     if report.versions.get("sglang") is None:
         report.contract = {"ok": False, "problems": ["sglang is not installed"]}
-        report.problems.append("sglang is not installed; pip install sglang-dsa-plugin brings the right version")
+        report.problems.append(
+            "sglang is not installed; installing this package with pip (without --no-deps) brings it"
+        )
         return
     from sglang_dsa_plugin.adapter import contract
 

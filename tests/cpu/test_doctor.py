@@ -84,7 +84,7 @@ def test_missing_sglang_is_a_problem_and_the_rest_is_still_told(monkeypatch):
     status, report = run()
     assert status == 1
     assert report["versions"]["sglang"] is None
-    assert any("sglang is not installed; pip install" in p for p in report["problems"])
+    assert any("sglang is not installed; installing" in p for p in report["problems"])
     assert report["choices"]["operators"]
 
 
