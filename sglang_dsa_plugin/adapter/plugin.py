@@ -8,9 +8,13 @@ needed this plugin.
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 import traceback
 from dataclasses import dataclass, field
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -33,6 +37,7 @@ def register() -> None:
 
         if not settings.plugin_enabled():
             STATUS.state = "off"
+            logger.info("sglang-dsa-plugin is off in process %d: SGLANG_DSA_PLUGIN=off", os.getpid())
             return
         from sglang_dsa_plugin.adapter import contract
 
@@ -41,6 +46,8 @@ def register() -> None:
 
         STATUS.hooks = hooks.register_all()
         STATUS.state = "active"
+        # SGLang has not set up logging yet: seen only where logging is set up earlier, as the server tests do.
+        logger.info("sglang-dsa-plugin is active in process %d", os.getpid())
     except BaseException as error:
         STATUS.state = "failed"
         STATUS.error = f"{type(error).__name__}: {error}"
