@@ -140,13 +140,14 @@ class _Union:
     """The distinct valid slots of a tile.
 
     picks: how many picks it serves; size: how many rows it reads; span: (start, end) when those are very nearly a range
-    of the cache, which is then read in place; index: otherwise the slots, ascending.
+    of the cache, which is then read in place.
     """
 
     def __init__(self, slots: torch.Tensor, ok: torch.Tensor | None) -> None:
         self.ok = ok
         self.picks = slots.numel() if ok is None else int(ok.sum())
         self.size = 0
+        self.span: tuple[int, int] | None = None
         if not self.picks:
             return
         if ok is not None:
@@ -159,7 +160,6 @@ class _Union:
         self._marks[self._at.flatten()] = True
         self._low = low
         self.size = int(self._marks.sum())
-        self.span: tuple[int, int] | None = None
         if high - low + 1 <= _SPAN_SLACK * self.size:
             self.size = high - low + 1
             self.span = (low, high + 1)
