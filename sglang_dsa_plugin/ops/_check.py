@@ -1,4 +1,6 @@
-"""Argument checks shared by the operators: every message names the operator, the argument, what was expected and what came."""
+"""Argument checks shared by the operators: every message names the operator, the argument, what was expected and what
+came.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,16 @@ def tensor(
     like: str = "the other arguments",
 ) -> torch.Tensor:
     """Check a tensor's rank and sizes (None: any), dtype, device and innermost contiguity; return it."""
-    dims = "[" + ", ".join("*" if s is None else str(s) for s in shape) + "]"
-    kinds = "" if dtypes is None else "/".join(str(d).removeprefix("torch.") for d in dtypes) + " "
-    expected = f"a {kinds}tensor of shape {dims}"
-    if not isinstance(value, torch.Tensor) or value.dim() != len(shape):
-        fail(operator, argument, expected, value)
-    if any(want is not None and got != want for got, want in zip(value.shape, shape)):
-        fail(operator, argument, expected, value)
-    if dtypes is not None and value.dtype not in dtypes:
-        fail(operator, argument, expected, value)
+    # The message is built only for a failure: this runs several times a layer on the decode path.
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.dim() != len(shape)
+        or (dtypes is not None and value.dtype not in dtypes)
+        or any(want is not None and got != want for got, want in zip(value.shape, shape))
+    ):
+        dims = "[" + ", ".join("*" if s is None else str(s) for s in shape) + "]"
+        kinds = "" if dtypes is None else "/".join(str(d).removeprefix("torch.") for d in dtypes) + " "
+        fail(operator, argument, f"a {kinds}tensor of shape {dims}", value)
     if device is not None and value.device != device:
         fail(operator, argument, f"on {device} like {like}", value)
     if value.dim() and value.shape[-1] > 1 and value.stride(-1) != 1:
