@@ -1,6 +1,7 @@
 """One server at a time: tests that use the same spec run one after another, whatever file they are in."""
 
 import pytest
+import torch
 
 from tests.server.harness import ServerSlot
 
@@ -18,6 +19,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def slot(tmp_path_factory):
+    # The oracle's matrices are small, and the server needs the cores too.
+    torch.set_num_threads(1)
     slot = ServerSlot(tmp_path_factory.mktemp("server-logs"))
     yield slot
     slot.close()

@@ -1,5 +1,7 @@
 """The models and servers of these tests."""
 
+from pathlib import Path
+
 from tests.server.harness import ModelSpec, ServerSpec
 
 V32 = ModelSpec.of("deepseek_v32")
@@ -8,6 +10,8 @@ YARN = ModelSpec.of("deepseek_v32", rope="yarn")
 GLM = ModelSpec.of("glm_moe_dsa", layers=4, schedule="FSSF")
 MODELS = {"v32": V32, "yarn": YARN, "glm": GLM}
 
+# With it SGLang's own sparse attention raises when it is called, in every process (probe/sitecustomize.py).
+PROBE = str(Path(__file__).parent / "probe")
 F32 = ("--dtype", "float32")
 CHUNKED = ("--chunked-prefill-size", "128")
 RETRACT = (("SGLANG_TEST_RETRACT", "1"),)
@@ -23,7 +27,7 @@ FORMS = {
 
 def exact(model: str, form: str, index_topk: int = 64) -> ServerSpec:
     """A float32 server of a model in a form of FORMS; parts of a form's name are joined with +."""
-    args, env = (*F32, "--enable-metrics"), ()
+    args, env = (*F32, "--enable-metrics"), (("PYTHONPATH", PROBE),)
     for part in form.split("+"):
         args, env = args + FORMS[part][0], env + FORMS[part][1]
     made, name = MODELS[model], f"{model}-{form}"

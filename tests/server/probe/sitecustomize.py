@@ -26,6 +26,8 @@ GUARDED = {
         "dsa.dsa_topk_backend",
     )
 }
+# Part of the model's own forward: it only gathers keys under context parallelism.
+OF_THE_MODEL = {"prepare_kv_for_attention"}
 
 
 def _raiser(name):
@@ -39,7 +41,7 @@ def guard(module):
     """Replace what runs in a guarded module; returns the names."""
     names = []
     for key, value in list(vars(module).items()):
-        if getattr(value, "__module__", None) != module.__name__:
+        if getattr(value, "__module__", None) != module.__name__ or key in OF_THE_MODEL:
             continue
         if isinstance(value, types.FunctionType):
             setattr(module, key, _raiser(f"{module.__name__}.{key}"))
