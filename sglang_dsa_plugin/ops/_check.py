@@ -1,4 +1,7 @@
-"""Argument checks shared by the operators: every message names the operator, the argument, what was expected and what
+"""Argument checks shared by the operators.
+
+Every message names the operator, the argument, what was expected and what came.
+"""
 came.
 """
 
