@@ -2,8 +2,6 @@
 
 Every message names the operator, the argument, what was expected and what came.
 """
-came.
-"""
 
 from __future__ import annotations
 
