@@ -1,7 +1,7 @@
 """Runs the launcher many times at the price of one import.
 
 `python -m sglang.launch_server` spends over ten seconds on imports before it reads a flag. This process imports the
-same module once and then forks for each request: the child sets its arguments and environment and runs the launcher's
+same modules once and then forks for each request: the child sets its arguments and environment and runs the launcher's
 module as `__main__`, which loads plugins, parses, resolves and starts, or refuses.
 
 One JSON object a line on stdin: {"args": [...], "env": {...}, "output": path}. One line back: the exit code.
@@ -29,6 +29,10 @@ def launch(args, env, output):
 def main():
     import sglang.launch_server  # noqa: F401
 
+    from sglang_dsa_plugin.adapter import contract
+
+    # Imports what the plugin will look at, and registers nothing.
+    contract.problems()
     # A server that is not refused goes on to start processes; it must not outlive the limit, nor they it.
     for line in sys.stdin:
         case = json.loads(line)

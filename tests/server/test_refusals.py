@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.server.harness import ModelSpec
-from tests.server.specs import V32
 
 pytestmark = pytest.mark.server
 LLAMA = ModelSpec.of("llama")
+V32 = ModelSpec.of("deepseek_v32", dtype="bfloat16")
 DSA = ("--attention-backend", "dsa")
 STEPS = ("--speculative-num-steps", "1", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2")
 CASES = {
@@ -56,7 +56,7 @@ CASES = {
     "decode kernel": (V32, (*DSA, "--dsa-decode-backend", "fa3"), "--dsa-decode-backend fa3 names a GPU kernel"),
     "hierarchical cache": (V32, (*DSA, "--enable-hierarchical-cache"), "--enable-hierarchical-cache is not served yet"),
     "half-split rope in GLM": (
-        ModelSpec.of("glm_moe_dsa"),
+        ModelSpec.of("glm_moe_dsa", dtype="bfloat16"),
         (*DSA, "--json-model-override-args", '{"indexer_rope_interleave": null}'),
         "indexer_rope_interleave",
     ),
@@ -122,19 +122,19 @@ class Finder:
         execute = spec.loader.exec_module
         def exec_module(module):
             execute(module)
-            module.DSATokenToKVPool.write_mla_rows = module.DSATokenToKVPool._write_mla_kv_buffer
-            del module.DSATokenToKVPool._write_mla_kv_buffer
+            module.DSATokenToKVPool.new_index_key_cache = module.DSATokenToKVPool._create_index_key_cache
+            del module.DSATokenToKVPool._create_index_key_cache
         spec.loader.exec_module = exec_module
         return spec
 sys.meta_path.insert(0, Finder)
 """
 BROKEN = {
     "other version": (OTHER_VERSION, "sglang 0.7.1 is outside the supported range"),
-    "renamed symbol": (RENAMED_SYMBOL, "DSATokenToKVPool._write_mla_kv_buffer is missing"),
+    "renamed symbol": (RENAMED_SYMBOL, "DSATokenToKVPool._create_index_key_cache is missing"),
     "broken import": (BROKEN_IMPORT, "libsomething.so.12: cannot open shared object file"),
 }
 # Without the flag SGLang takes its own sparse attention for such a model, which must not happen quietly either.
-ATTEMPTS = [(name, flag) for name in BROKEN for flag in (True, False)]
+ATTEMPTS = [*((name, True) for name in BROKEN), ("other version", False)]
 
 
 @pytest.fixture(scope="module")
