@@ -1,0 +1,94 @@
+"""Flags of a DSA model: what is not served is refused by the flag's own name, and the rest passes."""
+
+import types
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from sglang.srt.server_args import prepare_server_args
+
+from sglang_dsa_plugin import plan
+from sglang_dsa_plugin.adapter.hooks import arguments
+from sglang_dsa_plugin.adapter.hooks.arguments import BACKEND_FIELDS, NOT_SERVED, refuse_flags
+
+CONFIG = types.SimpleNamespace(architecture="DeepseekV32ForCausalLM")
+# A value that asks for the feature, as the command line would give it.
+ASKED = {
+    "speculative_algorithm": "EAGLE",
+    "attn_cp_size": 2,
+    "dcp_size": 4,
+    "attn_dp_size": 2,
+    "disaggregation_mode": "decode",
+    "dsa_triton_union": 2,
+    "dsa_topk_backend": "flashinfer",
+    "dsa_paged_mqa_logits_backend": "deepgemm",
+}
+
+
+def typed(*flags: str) -> dict:
+    """SGLang's arguments for a command line, as they are before resolution."""
+    args = prepare_server_args(["--model-path", "none", *flags])
+    return {field: getattr(args, field) for field in (*NOT_SERVED, *BACKEND_FIELDS)}
+
+
+@pytest.fixture(scope="module")
+def defaults():
+    return typed()
+
+
+def test_plain_arguments_pass(defaults):
+    refuse_flags(defaults, CONFIG)
+
+
+@pytest.mark.parametrize("field", NOT_SERVED)
+def test_each_feature_is_refused_by_its_flag(defaults, field):
+    _, flag = NOT_SERVED[field]
+    value = ASKED.get(field, True)
+    with pytest.raises(plan.Refusal) as refusal:
+        refuse_flags({**defaults, field: value}, CONFIG)
+    shown = flag if value is True else f"{flag} {value}"
+    assert str(refusal.value).startswith(f"{shown} is not served yet for DSA models")
+    assert "leave the flag out" in str(refusal.value)
+
+
+@pytest.mark.parametrize("field", NOT_SERVED)
+def test_each_flag_exists_and_is_off_by_default(defaults, field):
+    """A renamed field would be refused by nobody; a default outside `off` would refuse everybody."""
+    off, flag = NOT_SERVED[field]
+    assert defaults[field] in off
+    value = ASKED.get(field, True)
+    assert typed(*([flag] if value is True else [flag, str(value)]))[field] == value
+
+
+@pytest.mark.parametrize("field", BACKEND_FIELDS)
+@pytest.mark.parametrize("value", ["triton", "flashinfer", "fa3", "torch_native", "flashmla"])
+def test_another_attention_backend_is_refused(defaults, field, value):
+    flag = "--" + field.replace("_", "-")
+    with pytest.raises(plan.Refusal, match=f"{flag} {value} does not run the sparse attention that Deepseek"):
+        refuse_flags({**defaults, field: value}, CONFIG)
+
+
+@pytest.mark.parametrize("field", BACKEND_FIELDS)
+@pytest.mark.parametrize("value", ["dsa", "nsa", None])
+def test_both_names_of_ours_pass(defaults, field, value):
+    refuse_flags({**defaults, field: value}, CONFIG)
+
+
+def test_a_model_without_dsa_is_left_to_sglang(monkeypatch):
+    """The step runs as it is, and nothing is declared."""
+    ran = []
+    monkeypatch.setattr(arguments, "hf_config_of", lambda args: types.SimpleNamespace(architectures=["Qwen"]))
+    monkeypatch.setattr(arguments, "declare_resolution", lambda *_args, **_kwargs: pytest.fail("declared something"))
+    args = types.SimpleNamespace(attention_backend=None, prefill_attention_backend=None, decode_attention_backend=None)
+    arguments.adjust(args, ran.append)
+    assert ran == [args]
+
+
+@pytest.mark.parametrize("field", BACKEND_FIELDS)
+@pytest.mark.parametrize("name", ["dsa", "nsa"])
+def test_dsa_for_a_model_without_it_is_refused(monkeypatch, field, name):
+    monkeypatch.setattr(arguments, "hf_config_of", lambda args: types.SimpleNamespace(architectures=["Qwen"]))
+    args = types.SimpleNamespace(**dict.fromkeys(BACKEND_FIELDS) | {field: name})
+    with pytest.raises(ValueError, match=f"--{field.replace('_', '-')} {name}: Qwen has no index_topk"):
+        arguments.adjust(args, lambda args: pytest.fail("the step ran"))

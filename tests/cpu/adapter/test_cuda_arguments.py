@@ -1,0 +1,65 @@
+"""Argument resolution on a machine that claims one H200 (resolve_on_cuda.py), with the plugin and without it."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sglang_dsa_plugin.tools.make_model import make_model
+from tests.server.harness import make_llama
+
+SCRIPT = Path(__file__).with_name("resolve_on_cuda.py")
+# Drawn anew in every process.
+RANDOM = {"random_seed"}
+
+
+def resolve(model, switch, *args):
+    result = subprocess.run(
+        [sys.executable, SCRIPT, "--model-path", str(model), *args],
+        env={**os.environ, "SGLANG_DSA_PLUGIN": switch},
+        capture_output=True,
+        text=True,
+    )
+    lines = [line for line in result.stdout.splitlines() if line.startswith("RESOLVED ")]
+    assert lines, result.stderr[-3000:]
+    return json.loads(lines[-1].removeprefix("RESOLVED "))
+
+
+@pytest.fixture(scope="module")
+def resolved(tmp_path_factory):
+    """What each case resolved to, two at a time."""
+    directory = tmp_path_factory.mktemp("models")
+    make_llama(directory / "llama", "bfloat16")
+    make_model(directory / "dsa", layers=1, hidden=64, heads=2, q_lora_rank=32, index_heads=4, experts=2)
+    cases = {
+        "llama off": (directory / "llama", "off"),
+        "llama on": (directory / "llama", "on"),
+        "dsa on": (directory / "dsa", "on"),
+    }
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(cases, pool.map(lambda case: resolve(*case), cases.values())))
+
+
+def test_a_model_without_dsa_resolves_as_without_the_plugin(resolved):
+    off, on = resolved["llama off"], resolved["llama on"]
+    assert (off["platform"], on["platform"]) == ("CudaSRTPlatform", "DsaCudaPlatform")
+    assert len(off["args"]) > 300
+    assert off["args"].keys() == on["args"].keys()
+    different = {name for name in off["args"] if off["args"][name] != on["args"][name]}
+    assert different <= RANDOM
+    # The claim was believed: these are what SGLang chooses on Hopper.
+    assert off["args"]["device"] == "'cuda'"
+    assert off["args"]["attention_backend"] == "'fa3'"
+
+
+def test_a_model_with_dsa_gets_the_plan(resolved):
+    args = resolved["dsa on"]["args"]
+    assert args["device"] == "'cuda'"
+    assert args["attention_backend"] == "'dsa'"
+    assert args["page_size"] == "64"
+    assert args["kv_cache_dtype"] == "'bfloat16'"
+    assert args["dsa_prefill_backend"] == args["dsa_decode_backend"] == "'sglang_dsa_plugin'"
