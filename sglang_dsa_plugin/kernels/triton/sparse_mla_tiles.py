@@ -1,0 +1,67 @@
+"""Which kernel, tile and number of splits serve a shape of sparse MLA: the only place that knows such numbers.
+
+Everything follows from shapes and the GPU model, never from data, so the same call repeats bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+# Shared memory a program may use, in bytes, by SM; others have at least SMALL_SHARED (SM86, SM89 and SM120).
+SHARED_BYTES = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
+SMALL_SHARED = 99 << 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """kernel: "hopper" (sparse_mla_hopper) or "gather" (sparse_mla_gather).  block_h: heads of a program.
+    block_n: rows of a tile.  split_picks: picks of a split.  splits: 1 writes the result at once.
+    """
+
+    kernel: str
+    block_h: int
+    block_n: int
+    warps: int
+    stages: int
+    split_picks: int
+    splits: int
+
+
+def choose(
+    sm: int | None, processors: int, layout: str, rows: int, heads: int, picks: int, hopper: bool, q_parts: int
+) -> Plan:
+    """sm: compute capability as 10 * major + minor, None off NVIDIA.  processors: streaming multiprocessors.
+    hopper: the arguments suit the Hopper kernels.  q_parts: bf16 numbers that hold one value of q.
+    """
+    if hopper and heads <= 32:
+        # fp8 rows travel in registers, which leaves room for the sums of 16 heads.
+        block_h = 16
+        if layout == "bf16_1152":
+            block_h = 8 if heads <= 8 else 16 if heads <= 16 else 32
+        programs = rows * _tiles(heads, block_h)
+        # One stage lets two programs share a multiprocessor, two stages hide the copies of a program that is alone.
+        stages, resident = 1, processors
+        if layout == "bf16_1152":
+            stages, resident = (1, 2 * processors) if block_h == 8 or programs > processors else (2, processors)
+        return Plan("hopper", block_h, 64, 4, stages, *_split(programs, picks, 64, resident))
+    roomy = SHARED_BYTES.get(sm or 0, SMALL_SHARED) > 200 << 10
+    if heads > 32 and roomy and layout == "bf16_1152" and q_parts == 1:
+        block_h, block_n, warps, stages, resident = 64, 64, 8, 2, processors
+    else:
+        block_h, block_n, warps, stages, resident = 16 if heads <= 16 else 32, 32, 4, 3, 2 * processors
+        if heads > 16 or q_parts > 1 or sm is None:
+            stages = 2
+    split = _split(rows * _tiles(heads, block_h), picks, block_n, resident)
+    return Plan("gather", block_h, block_n, warps, stages, *split)
+
+
+def _tiles(heads: int, block_h: int) -> int:
+    return -(-heads // block_h)
+
+
+def _split(programs: int, picks: int, block_n: int, resident: int) -> tuple[int, int]:
+    """Splits that fill `resident` programs once: (split_picks, splits)."""
+    tiles = -(-picks // block_n)
+    wanted = min(max(1, resident // programs), tiles)
+    per_split = -(-tiles // wanted)
+    return per_split * block_n, -(-tiles // per_split)
