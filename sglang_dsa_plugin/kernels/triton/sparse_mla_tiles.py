@@ -44,13 +44,13 @@ def choose(
         if layout == "bf16_1152":
             stages, resident = (1, 2 * processors) if block_h == 8 or programs > processors else (2, processors)
         return Plan("hopper", block_h, 64, 4, stages, *_split(programs, picks, 64, resident))
-    roomy = SHARED_BYTES.get(sm or 0, SMALL_SHARED) > 200 << 10
-    if heads > 32 and roomy and layout == "bf16_1152" and q_parts == 1:
+    if sm == 90 and heads > 32 and layout == "bf16_1152" and q_parts == 1:
         block_h, block_n, warps, stages, resident = 64, 64, 8, 2, processors
     else:
-        block_h, block_n, warps, stages, resident = 16 if heads <= 16 else 32, 32, 4, 3, 2 * processors
-        if heads > 16 or q_parts > 1 or sm is None:
-            stages = 2
+        # Within SMALL_SHARED: what the parts of a wide q take, its heads have to give.
+        block_h = 16 if heads <= 16 or q_parts > 1 else 32
+        stages = 1 if q_parts > 2 else 3 if block_h == 16 and q_parts == 1 and sm is not None else 2
+        block_n, warps, resident = 32, 4, 2 * processors
     split = _split(rows * _tiles(heads, block_h), picks, block_n, resident)
     return Plan("gather", block_h, block_n, warps, stages, *split)
 

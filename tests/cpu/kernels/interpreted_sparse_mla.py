@@ -37,7 +37,8 @@ def picks(rows, k, count, seed=2):
 
 
 def plan_of(heads, k, splits):
-    per = -(-(-(-k // 32)) // splits) * 32
+    blocks = -(-k // 32)
+    per = -(-blocks // splits) * 32
     return tiles.Plan("gather", 16 if heads <= 16 else 32, 32, 4, 2, per, -(-k // per))
 
 
@@ -126,7 +127,9 @@ def test_every_e4m3_code_and_any_scale():
 def test_strided_arguments_and_wide_indices(layout):
     wide = rows_of(60, layout)
     width = wide.shape[1]
-    kv = torch.cat((wide.view(torch.uint8), torch.full((60, 20), 255, dtype=torch.uint8)), 1).view(wide.dtype)[:, :width]
+    kv = torch.cat((wide.view(torch.uint8), torch.full((60, 20), 255, dtype=torch.uint8)), 1).view(wide.dtype)[
+        :, :width
+    ]
     assert kv.stride(0) != width
     q = queries(2, 6)[:, ::2]
     out = torch.full((2, 6, 700), 9.0, dtype=torch.bfloat16)

@@ -1,0 +1,255 @@
+"""Sparse MLA in Triton on a CUDA device against fp64: the kernel that the table chooses, and the portable one.
+
+Most of the time goes into compiling; on a machine with many cores run it with pytest-xdist (-n 12).
+
+Tried here of the known faults: U24 (junk past the length), U26 (slots out of range), U30 (any block scale), U31 (batch
+sizes), U32 (more than 65535 rows), U33 (heads and picks), U34 (few heads), U35 (padded heads), U65 (padded rows).
+"""
+
+import math
+
+import pytest
+import torch
+
+from sglang_dsa_plugin.kernels.triton import sparse_mla as kernels
+from sglang_dsa_plugin.kernels.triton import sparse_mla_tiles as tiles
+from sglang_dsa_plugin.ops import quant, sparse_mla
+from tests.cpu.ops.bounds import assert_attention
+
+pytestmark = pytest.mark.gpu
+
+SCALE = 192**-0.5
+LAYOUTS = ["bf16_1152", "fp8_656", "fp8_576"]
+N = 20000
+
+
+def generator(seed=0):
+    return torch.Generator("cuda").manual_seed(seed)
+
+
+def kv_scale_of(layout):
+    return 0.02 if layout == "fp8_576" else 1.0
+
+
+@pytest.fixture(scope="module")
+def caches():
+    g = generator()
+    latent, rope = torch.randn(N, 512, device="cuda", generator=g), torch.randn(N, 64, device="cuda", generator=g)
+    return {name: quant.quantize_latent(latent, rope, name, kv_scale_of(name), impl="torch") for name in LAYOUTS}
+
+
+def queries(rows, heads, seed=1, dtype=torch.bfloat16):
+    return torch.randn(rows, heads, 576, device="cuda", generator=generator(seed)).to(dtype)
+
+
+def picks(rows, k, seed=2, count=N):
+    return torch.randint(0, count, (rows, k), device="cuda", generator=generator(seed), dtype=torch.int32)
+
+
+def reference(q, kv, slots, layout, sink=None, lengths=None):
+    """fp64 on the GPU, row by row, on the dequantised rows; None in `slots` out of range."""
+    out, lse = [], []
+    for r in range(q.shape[0]):
+        mine = slots[r] if lengths is None else slots[r, : lengths[r]]
+        mine = mine[(mine >= 0) & (mine < kv.shape[0])].long()
+        rows = kv.view(torch.uint8)[mine].view(kv.dtype)
+        values = quant.dequantize_latent(rows, layout, kv_scale_of(layout), impl="torch").double()
+        scores = SCALE * (q[r].double() @ values.T)
+        total = torch.logsumexp(scores, dim=1)
+        mean = torch.softmax(scores, dim=1) @ values[:, :512]
+        if sink is not None and len(mine):
+            mean = mean / (1 + torch.exp(sink.double() - total))[:, None]
+        out.append(mean if len(mine) else torch.zeros_like(mean))
+        lse.append(total)
+    return torch.stack(out), torch.stack(lse)
+
+
+def run(q, kv, slots, layout, sink=None, lengths=None, plan=None):
+    return kernels.sparse_mla(q, kv, slots, SCALE, layout, kv_scale_of(layout), sink, lengths, None, plan)
+
+
+def plans(heads, k):
+    """The table's choice, and the portable kernel with and without splits."""
+    block = 16 if heads <= 16 else 32
+    whole = -(-k // 32) * 32
+    return [
+        None,
+        tiles.Plan("gather", block, 32, 4, 2, 256, -(-k // 256)),
+        tiles.Plan("gather", block, 32, 4, 2, whole, 1),
+    ]
+
+
+def check(q, kv, slots, layout, sink=None, lengths=None):
+    want = reference(q, kv, slots, layout, sink, lengths)
+    for plan in plans(q.shape[1], slots.shape[1]):
+        assert_attention(run(q, kv, slots, layout, sink, lengths, plan), want)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("heads", [1, 8, 16, 32, 64, 128])
+@pytest.mark.parametrize("k", [64, 2048, 2051])
+def test_heads_and_widths(caches, layout, heads, k):
+    for rows in (1, 7):
+        slots = picks(rows, k)
+        slots[0, 3:40] = -1
+        check(queries(rows, heads), caches[layout], slots, layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rows", [2, 64, 300])
+def test_batches_with_a_sink(caches, layout, rows):
+    slots = picks(rows, 2048 if rows < 300 else 200)
+    slots[1] = -1
+    slots[rows // 2, 17:] = -1
+    check(queries(rows, 16), caches[layout], slots, layout, torch.randn(16, device="cuda", generator=generator(4)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("heads", [5, 64])
+def test_wide_queries(caches, dtype, layout, heads):
+    slots = picks(3, 500)
+    q = queries(3, heads, dtype=dtype)
+    assert_attention(run(q, caches[layout], slots, layout), reference(q, caches[layout], slots, layout))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_junk_past_the_length_and_slots_out_of_range_change_nothing(caches, layout):
+    kv, q = caches[layout], queries(80, 16)
+    slots = picks(80, 512)
+    lengths = torch.arange(80, device="cuda", dtype=torch.int32) * 6
+    want = reference(q, kv, slots, layout, lengths=lengths)
+    behind = torch.arange(512, device="cuda") >= lengths[:, None]
+    for junk in (-1, N, 2**31 - 1, -(2**31), 7):
+        filled = slots.masked_fill(behind, junk)
+        for plan in plans(16, 512):
+            assert_attention(run(q, kv, filled, layout, lengths=lengths, plan=plan), want)
+            if junk != 7:
+                assert_attention(run(q, kv, filled, layout, plan=plan), want)
+
+
+def test_a_row_without_picks_reads_nothing_and_gives_zero(caches):
+    kv = caches["bf16_1152"].clone()
+    kv.fill_(math.nan)
+    for junk in (-1, N):
+        slots = torch.full((5, 2048), junk, device="cuda", dtype=torch.int32)
+        for plan in plans(16, 2048):
+            out, lse = run(queries(5, 16), kv, slots, "bf16_1152", plan=plan)
+            assert (out == 0).all() and (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_nan_is_seen_where_it_is_picked_and_nowhere_else(caches, layout, rows):
+    kv = caches[layout].clone()
+    kv.view(torch.uint8)[11, 4:6] = 0xFF
+    slots = picks(rows + 1, 300)
+    slots[slots == 11] = 12
+    slots[:, 50:90] = -1
+    slots[rows, 200] = 11
+    for plan in plans(16, 300):
+        out, lse = run(queries(rows + 1, 16), kv, slots, layout, plan=plan)
+        assert not out[:rows].isnan().any() and not lse[:rows].isnan().any()
+        assert out[rows].isnan().any(1).all() and lse[rows].isnan().all()
+
+
+def test_block_scales_of_any_kind_and_every_code(caches):
+    kv = caches["fp8_656"][:4096].clone()
+    scales = torch.tensor([0.3, 1.7, 0.011, 2.0**-9], device="cuda")
+    kv[:, 512:528] = (scales * torch.rand(4096, 4, device="cuda", generator=generator(5))).view(torch.uint8)
+    codes = torch.arange(256, device="cuda", dtype=torch.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0
+    kv[5, :512] = codes.repeat(2)
+    slots = picks(9, 700, count=4096)
+    slots[:, 3] = 5
+    check(queries(9, 16) * 0.02, kv, slots, "fp8_656")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_few_picks_that_share_the_weight(caches, layout):
+    slots = torch.full((64, 2048), -1, device="cuda", dtype=torch.int32)
+    slots[:, 5:2000:400] = picks(64, 5)
+    check(queries(64, 16) * 0.05, caches[layout], slots, layout)
+
+
+@pytest.mark.parametrize("heads", [1, 7, 8, 13, 16, 24, 32, 64])
+def test_heads_are_those_of_a_wider_run_and_padding_is_inert(caches, heads):
+    """Rows with disjoint picks, and NaN in the memory behind the last head."""
+    kv = caches["bf16_1152"]
+    wide = queries(2, 128)
+    slots = torch.stack((picks(1, 640, count=N // 2)[0], picks(1, 640, count=N // 2)[0] + N // 2)).int()
+    wide[:, heads:] = math.nan
+    got = run(wide[:, :heads], kv, slots, "bf16_1152")
+    assert_attention(got, reference(wide[:, :heads], kv, slots, "bf16_1152"))
+
+
+@pytest.mark.parametrize("rows", [65535, 65536, 65537])
+def test_more_rows_than_a_grid_axis_holds(caches, rows):
+    q, slots = queries(rows, 1), picks(rows, 4)
+    for plan in (None, tiles.Plan("gather", 16, 32, 4, 2, 32, 1)):
+        out, lse = run(q, caches["bf16_1152"], slots, "bf16_1152", plan=plan)
+        tail = slice(rows - 3, rows)
+        assert_attention((out[tail], lse[tail]), reference(q[tail], caches["bf16_1152"], slots[tail], "bf16_1152"))
+
+
+def test_rows_past_two_to_the_31_bytes_and_elements():
+    count = 2**31 // 576 + 70
+    kv = torch.zeros(count, 576, dtype=torch.bfloat16, device="cuda")
+    kv[-64:] = torch.randn(64, 576, device="cuda", generator=generator(6)).bfloat16()
+    slots = (count - 64 + torch.arange(64, device="cuda")).repeat(2, 1)
+    check(queries(2, 16), kv, slots.int(), "bf16_1152")
+    check(queries(2, 16), kv, slots.long(), "bf16_1152")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("rows", "heads"), [(1, 16), (7, 8), (64, 16), (3, 128), (300, 16)])
+def test_results_repeat_bit_for_bit(caches, layout, rows, heads):
+    q, slots = queries(rows, heads), picks(rows, 2051)
+    slots[0, 100:1900] = -1
+    for plan in plans(heads, 2051):
+        out, lse = run(q, caches[layout], slots, layout, plan=plan)
+        for _ in range(24):
+            again = run(q, caches[layout], slots, layout, plan=plan)
+            assert torch.equal(again[0], out) and torch.equal(again[1], lse)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inside_a_cuda_graph_with_new_inputs(caches, layout):
+    q, slots = queries(16, 16), picks(16, 2048)
+    run(q, caches[layout], slots, layout)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(q, caches[layout], slots, layout)
+    for seed in (7, 8):
+        q.copy_(queries(16, 16, seed))
+        slots.copy_(picks(16, 2048, seed))
+        slots[3, seed:] = -1
+        graph.replay()
+        assert_attention(got, reference(q, caches[layout], slots, layout))
+
+
+def test_strided_arguments(caches):
+    q = queries(4, 12)[:, ::3]
+    out = torch.full((4, 8, 700), 9.0, dtype=torch.bfloat16, device="cuda")
+    kv = torch.zeros(N, 584, dtype=torch.bfloat16, device="cuda")
+    kv[:, :576] = caches["bf16_1152"]
+    slots = torch.cat((picks(4, 600), picks(4, 100)), 1)[:, :600]
+    want = reference(q, caches["bf16_1152"], slots, "bf16_1152")
+    for view in (kv[:, :576], torch.cat((kv, kv[:, :1]), 1)[:, :576]):
+        part = out[:, ::2, 100:612]
+        got = sparse_mla.sparse_mla(q, view, slots, SCALE, "bf16_1152", out=part, impl="triton")
+        assert_attention(got, want)
+        assert (out[:, 1::2] == 9).all() and (out[:, :, :100] == 9).all() and (out[:, :, 612:] == 9).all()
+
+
+def test_software_decode_equals_hardware_decode(caches, monkeypatch):
+    device = torch.device("cuda", torch.cuda.current_device())
+    sm, processors, _ = kernels._device(device)
+    q, slots = queries(3, 16), picks(3, 400)
+    for layout in ("fp8_656", "fp8_576"):
+        results = []
+        for decode in ("cvt", "bits", "ops") if sm >= 89 else ("bits", "ops"):
+            monkeypatch.setattr(kernels, "_device", lambda _, way=decode: (sm, processors, way))
+            results.append(run(q, caches[layout], slots, layout, plan=plans(16, 400)[2]))
+        for out, lse in results[1:]:
+            assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
