@@ -95,6 +95,8 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
     with _capability_shield():
         previous(server_args)
     declare_resolution(server_args, SOURCE, kv_cache_dtype=serving.kv_cache_dtype, **_graphs_off(server_args))
+    if user.get("chunked_prefill_size") is None and not torch.cuda.is_available():
+        declare_resolution(server_args, SOURCE, **_first_chunk_dense(server_args, dsa.index_topk))
     logger.info("sglang-dsa-plugin plan: %s", serving.describe())
 
 
@@ -142,6 +144,18 @@ def _graphs_off(server_args: Any) -> dict[str, Any]:
     for phase in (Phase.PREFILL, Phase.DECODE):
         graphs = with_phase(graphs, phase, backend=Backend.DISABLED)
     return {"cuda_graph_config": graphs}
+
+
+def _first_chunk_dense(server_args: Any, index_topk: int) -> dict[str, int]:
+    """On a CPU, prefill chunks of index_topk tokens when SGLang's own are longer.
+
+    The first chunk of a prompt is then no longer than index_topk and runs dense, with a third of the arithmetic and no
+    scores at all. Chunks below 1024 tokens would cost more in weights read again than they save.
+    """
+    chunk = resolving_view(server_args).chunked_prefill_size
+    if index_topk < 1024 or chunk is None or not index_topk < chunk:
+        return {}
+    return {"chunked_prefill_size": index_topk}
 
 
 @contextlib.contextmanager
