@@ -75,8 +75,9 @@ class DsaBackend(AttentionBackend):
         impl = forced_impl()
         self.core = core.AttentionCore(pool.layout, impl_sparse=impl, impl_dense=impl)
         self.paths = dense_fallback.PathCounter()
-        self._metrics = report.prefill_metrics()
-        if get_parallel().tp_rank == 0 and not model_runner.is_draft_worker:
+        first_rank = get_parallel().tp_rank == 0
+        self._metrics = report.prefill_metrics(counting_rank=first_rank and get_parallel().pp_rank == 0)
+        if first_rank and not model_runner.is_draft_worker:
             logger.info(report.serving_line(self, pool))
 
     # Planning

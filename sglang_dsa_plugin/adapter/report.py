@@ -66,13 +66,16 @@ class NoMetrics:
 _metrics: PrefillMetrics | NoMetrics | None = None
 
 
-def prefill_metrics() -> PrefillMetrics | NoMetrics:
+def prefill_metrics(counting_rank: bool) -> PrefillMetrics | NoMetrics:
     """The process's counters, made once: prometheus_client refuses a second registration of a name.
 
+    counting_rank: whether this rank counts. Every rank sees every batch and /metrics adds up the processes, so one rank
+    of a replica counts for all.
     SGLang sets PROMETHEUS_MULTIPROC_DIR before it starts its processes when --enable-metrics is given; without that
     directory counters of this process would reach nobody.
     """
     global _metrics
     if _metrics is None:
-        _metrics = PrefillMetrics() if os.environ.get("PROMETHEUS_MULTIPROC_DIR") else NoMetrics()
+        exported = counting_rank and os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+        _metrics = PrefillMetrics() if exported else NoMetrics()
     return _metrics

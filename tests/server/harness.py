@@ -35,8 +35,7 @@ START_LIMIT_S = 240
 # Long enough for a 2500-token prefill on two busy cores.
 ANSWER_LIMIT_S = 600
 # Threads that sleep while they wait: on few cores the default, spinning, costs other processes several times the work.
-# Compiling the router's top-k takes longer than a whole test here.
-ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TORCH_COMPILE_DISABLE": "1"}
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @dataclass(frozen=True)

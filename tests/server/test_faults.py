@@ -11,9 +11,8 @@ import httpx
 import openai
 import pytest
 
-from tests.server.harness import random_prompt
+from tests.server.oracle import BOUND, settled, steady_prompt, text_of, worst
 from tests.server.specs import PLAIN
-from tests.server.test_equality import BOUND, TEXT, difference
 
 pytestmark = [pytest.mark.server, pytest.mark.parametrize("server", [PLAIN], indirect=True)]
 TOOLS = [
@@ -29,53 +28,62 @@ TOOLS = [
 ]
 
 
-def worst(server, answers, text=TEXT):
-    return max(float(difference(server, answer, text).max()) for answer in answers)
+@pytest.fixture
+def text(server):
+    return text_of(server.spec.model)
 
 
-def test_quality_does_not_break_at_a_length(server):
+def test_quality_does_not_break_at_a_length(server, text):
     """One text cut around k and its multiples (https://github.com/ml-explore/mlx-lm/pull/1453): a batch of prefixes."""
     server.flush()
-    answers = server.generate([TEXT[:n] for n in (62, 63, 64, 65, 66, 96, 127, 128, 129, 191, 192, 193, 257)])
+    answers = server.generate([text[:n] for n in (62, 63, 64, 65, 66, 96, 127, 128, 129, 191, 192, 193, 257)])
     assert worst(server, answers) <= BOUND
 
 
-def test_every_split_of_a_prompt(server):
+def test_every_split_of_a_prompt(server, text):
     """A prefix that is cached, the rest prefilled after it; what is picked must not depend on where the cut is
     (https://github.com/ml-explore/mlx-lm/issues/1189)."""
     for split in (1, 63, 64, 65, 127, 128, 192, 256, 299):
         server.flush()
-        server.generate([TEXT[:split]])
+        server.generate([text[:split]])
         cached = split // 64 * 64
-        (answer,) = server.generate([TEXT[:300]], start=cached)
+        (answer,) = server.generate([text[:300]], start=cached)
         assert answer.meta["cached_tokens"] == cached
         assert worst(server, [answer]) <= BOUND, split
 
 
-def test_alone_and_beside_long_neighbours(server):
+def test_alone_and_beside_long_neighbours(server, text):
     """One prompt beside seven others that start with it, differ from it and are prefilled and decoded with it
     (https://github.com/vllm-project/vllm/pull/46715)."""
-    server.flush()
-    prompts = [TEXT[:90]] + [random_prompt(n, seed=30) for n in (300, 64, 200, 128, 170)] + [TEXT[:130], TEXT[:40]]
-    (alone,) = server.generate([TEXT[:90]], new=8)
-    server.flush()
-    beside = server.generate(prompts, new=8)[0]
+    path = server.spec.model.path()
+    others = [steady_prompt(path, n, seed=30) for n in (300, 64, 200, 128, 170)]
+
+    def ask(seed):
+        prompt = text[: 90 + seed]
+        server.flush()
+        (alone,) = server.generate([prompt], new=8)
+        server.flush()
+        return [alone, server.generate([prompt, *others, text[:130], text[:40]], new=8)[0]]
+
+    alone, beside = settled(server, ask)
     assert beside.tokens == alone.tokens
-    assert float((beside.rows - alone.rows).abs().max()) <= BOUND
     assert worst(server, [alone, beside]) <= BOUND
 
 
-def test_warm_equals_cold(server):
+def test_warm_equals_cold(server, text):
     """The same prompt twice: the second is served from the cache, says so, and answers the same
     (https://github.com/vllm-project/vllm/issues/36441)."""
-    server.flush()
-    prompt = random_prompt(450, seed=31)
-    cold, warm = (server.generate([prompt], new=16, start=len(prompt) - 1)[0] for _ in range(2))
+
+    def ask(seed):
+        server.flush()
+        prompt = text[: 450 + seed]
+        return [server.generate([prompt], new=16, start=len(prompt) - 1)[0] for _ in range(2)]
+
+    cold, warm = settled(server, ask)
     assert cold.meta["cached_tokens"] == 0
     assert warm.meta["cached_tokens"] == 448
     assert warm.tokens == cold.tokens
-    assert float((warm.rows - cold.rows).abs().max()) <= BOUND
-    assert worst(server, [warm]) <= BOUND
+    assert worst(server, [cold, warm]) <= BOUND
 
 
 def test_long_chat_with_tools(server):
@@ -96,18 +104,17 @@ def test_long_chat_with_tools(server):
     assert again.choices[0].message.content == whole.choices[0].message.content
 
 
-def test_mixed_load_with_aborts(server):
+def test_mixed_load_with_aborts(server, text):
     """Forty requests of random lengths, eight at a time, a third of which hang up early: the others answer as when
     alone, and afterwards the server is idle with all of its memory back."""
     chance = random.Random(32)
     lengths = (3, 20, 63, 64, 65, 90, 130)
-    expected = {n: server.generate([random_prompt(n, seed=33)], new=10, start=n - 1)[0].output for n in lengths}
+    expected = {n: server.generate([text[:n]], new=10, start=n - 1)[0].output for n in lengths}
 
     def ask(job):
         length, leaves = job
-        prompt = random_prompt(length, seed=33)
         parameters = {"temperature": 0, "max_new_tokens": 400 if leaves else 10, "ignore_eos": True}
-        body = {"input_ids": prompt, "sampling_params": parameters, "stream": leaves}
+        body = {"input_ids": text[:length], "sampling_params": parameters, "stream": leaves}
         if leaves:
             with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=300) as reply:
                 next(reply.iter_lines())

@@ -15,8 +15,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tests.server.harness import ModelSpec, ServerSpec, random_prompt
+from tests.server.oracle import BOUND
 from tests.server.specs import PLAIN, PROBE, exact
-from tests.server.test_equality import BOUND
 
 pytestmark = pytest.mark.server
 LLAMA = ModelSpec.of("llama")
