@@ -157,9 +157,25 @@ def plan_serving(
 def operator_choices(device: str, layout: str, sm: int | None = None) -> dict[str, support.Choice]:
     """The implementation of each operator on the serving path, by the support table or SGLANG_DSA_PLUGIN_IMPL."""
     return {
-        op: support.choose(op, device=device, sm=sm, layout=layout, impl=settings.forced_impl())
+        op: support.choose(op, device=device, sm=sm, layout=layout, impl=forced_impl(op))
         for op in ("index_select_paged", "sparse_mla", "dense_mha")
     }
+
+
+def forced_impl(operator: str) -> str | None:
+    """The implementation SGLANG_DSA_PLUGIN_IMPL forces on an operator; None where the operator has none of that name.
+
+    Raises Refusal for a name that no operator has: a mistyped switch must not quietly serve something else.
+    """
+    name = settings.forced_impl()
+    if name is None or any(row.name == name for row in support.rows(operator)):
+        return name
+    known = sorted({row.name for row in support.rows()})
+    if name not in known:
+        raise Refusal(
+            f"SGLANG_DSA_PLUGIN_IMPL={name!r}: no operator has an implementation of that name; use {', '.join(known)}"
+        )
+    return None
 
 
 def _kv_dtype(flag: str, model_dtype: torch.dtype) -> tuple[torch.dtype, str]:

@@ -78,7 +78,7 @@ SETTINGS: dict[str, Setting] = {
             "name",
             "",
             ("the name of an implementation, for example torch",),
-            "force one implementation for every operator instead of the support table's choice",
+            "force one implementation, for every operator that has it, instead of the support table's choice",
         ),
         Setting(
             "latent_layout",

@@ -16,12 +16,12 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_exec, get_parallel
 
+from sglang_dsa_plugin import plan
 from sglang_dsa_plugin.adapter import report
 from sglang_dsa_plugin.adapter.pool import DsaPool
 from sglang_dsa_plugin.backend import core, dense_fallback, metadata
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM, ROPE_DIM
 from sglang_dsa_plugin.config import DsaConfig
-from sglang_dsa_plugin.settings import forced_impl
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -72,8 +72,9 @@ class DsaBackend(AttentionBackend):
         self.supports_mha_one_shot = True
         self.decode_cuda_graph_metadata: dict[int, metadata.StepMetadata] = {}
         self.forward_metadata: metadata.StepMetadata | None = None
-        impl = forced_impl()
-        self.core = core.AttentionCore(pool.layout, impl_sparse=impl, impl_dense=impl)
+        self.core = core.AttentionCore(
+            pool.layout, impl_sparse=plan.forced_impl("sparse_mla"), impl_dense=plan.forced_impl("dense_mha")
+        )
         self.paths = dense_fallback.PathCounter()
         first_rank = get_parallel().tp_rank == 0
         self._metrics = report.prefill_metrics(counting_rank=first_rank and get_parallel().pp_rank == 0)

@@ -20,7 +20,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.state_capturer.indexer_topk import get_global_indexer_capturer, maybe_capture_indexer_topk
 from sglang.srt.utils import add_prefix
 
-from sglang_dsa_plugin import settings
+from sglang_dsa_plugin import plan
 from sglang_dsa_plugin.adapter import state
 from sglang_dsa_plugin.cache.layouts import ROPE_DIM
 from sglang_dsa_plugin.config import DsaConfig, UnsupportedModel
@@ -102,6 +102,7 @@ class DsaIndexer(torch.nn.Module):
             rope_scaling=rope_scaling,
             is_neox_style=is_neox_style,
         )
+        self._impl = plan.forced_impl("index_select_paged")
         self.token = TokenIndexer(index_n_heads, layout, _float_table(rotary), state.index_key_dtype())
 
     @property
@@ -150,7 +151,7 @@ class DsaIndexer(torch.nn.Module):
             self.index_topk,
             init_tokens=self.config.index_init_tokens,
             local_tokens=self.config.index_local_tokens,
-            impl=settings.forced_impl(),
+            impl=self._impl,
         )
         picks = maybe_capture_indexer_topk(layer_id, self._same_on_all_ranks(picks))
         return picks if return_indices else None

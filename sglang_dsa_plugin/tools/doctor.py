@@ -137,10 +137,10 @@ def _choices(report: Report) -> None:
 
 
 def _operator(report: Report, operator: str, device: str, sm: int | None) -> dict[str, str | None]:
-    from sglang_dsa_plugin import support
+    from sglang_dsa_plugin import plan, support
 
     try:
-        choice = support.choose(operator, device=device, sm=sm, impl=settings.forced_impl())
+        choice = support.choose(operator, device=device, sm=sm, impl=plan.forced_impl(operator))
         choice.implementation.load()
     except Exception as error:
         report.problems.append(str(error) if isinstance(error, ValueError) else f"{operator}: {error!r}")

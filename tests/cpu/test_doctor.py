@@ -131,7 +131,7 @@ def test_operator_without_implementation_is_named(monkeypatch):
     status, report = run()
     assert status == 1
     assert report["choices"]["operators"]["sparse_mla"]["implementation"] is None
-    assert any("sparse_mla: impl='nonesuch' does not exist" in p for p in report["problems"])
+    assert any("SGLANG_DSA_PLUGIN_IMPL='nonesuch': no operator has" in p for p in report["problems"])
 
 
 def test_implementation_that_does_not_load_is_a_problem(monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sglang_dsa_plugin import plan
+from sglang_dsa_plugin import plan, support
 from sglang_dsa_plugin.cache.layouts import FP8
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -76,3 +76,28 @@ def test_refusals_name_the_flag_and_the_remedy(arguments, message):
 
 def test_page_size_64_may_be_given():
     assert plan.plan_serving(model_dtype=BF16, page_size=64).page_size == 64
+
+
+def test_a_forced_implementation_applies_where_it_exists(monkeypatch):
+    monkeypatch.setenv("SGLANG_DSA_PLUGIN_IMPL", "torch")
+    assert plan.forced_impl("sparse_mla") == "torch"
+    choices = plan.operator_choices("cpu", "bf16_1152")
+    assert all("asked for by name" in choice.reason for choice in choices.values())
+
+
+def test_an_implementation_that_one_operator_lacks_leaves_it_to_the_table(monkeypatch):
+    extra = support.Implementation("sparse_mla", "extra", lambda: None)
+    monkeypatch.setattr(support, "_ROWS", [*support.rows(), extra])
+    support._choose.cache_clear()
+    monkeypatch.setenv("SGLANG_DSA_PLUGIN_IMPL", "extra")
+    try:
+        assert plan.forced_impl("sparse_mla") == "extra" and plan.forced_impl("dense_mha") is None
+        assert plan.operator_choices("cpu", "bf16_1152")["sparse_mla"].name == "extra"
+    finally:
+        support._choose.cache_clear()
+
+
+def test_a_name_that_no_operator_has_is_refused(monkeypatch):
+    monkeypatch.setenv("SGLANG_DSA_PLUGIN_IMPL", "tritn")
+    with pytest.raises(plan.Refusal, match=r"SGLANG_DSA_PLUGIN_IMPL='tritn': no operator has .* use .*torch"):
+        plan.plan_serving(model_dtype=BF16)
