@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 _TORCH = "sglang_dsa_plugin.kernels.torch_impl"
+_TRITON = "sglang_dsa_plugin.kernels.triton"
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,25 @@ def _torch_row(operator: str, module: str, function: str) -> Implementation:
     )
 
 
-_ROWS: list[Implementation] = [
+_INDEXER_SMS = frozenset({80, 86, 87, 89, 90, 100, 103, 120, 121})
+
+
+def _triton_indexer_row(operator: str, module: str, function: str, **features: Any) -> Implementation:
+    return Implementation(
+        operator,
+        "triton",
+        f"{_TRITON}.{module}:{function}",
+        devices=frozenset({"cuda"}),
+        sm=_INDEXER_SMS,
+        note="Triton; run on SM 9.0, compiled for 8.0, 8.6, 8.9, 10.0 and 12.0",
+        **features,
+    )
+
+
+_INDEX_HEADS = frozenset(range(1, 129))
+_INDEX_MAX_K = 4096
+
+_TORCH_ROWS = [
     _torch_row("quantize_keys", "quant", "quantize_keys"),
     _torch_row("quantize_latent", "quant", "quantize_latent"),
     _torch_row("dequantize_latent", "quant", "dequantize_latent"),
@@ -95,6 +114,8 @@ _ROWS: list[Implementation] = [
     _torch_row("index_scores_ragged", "index_scores", "ragged"),
     _torch_row("index_scores_paged", "index_scores", "paged"),
     _torch_row("topk", "select", "topk"),
+    _torch_row("topk_slots", "select", "topk_slots"),
+    _torch_row("topk_ragged", "select", "topk_ragged"),
     _torch_row("positions_to_slots", "select", "positions_to_slots"),
     _torch_row("index_select_ragged", "index_select", "ragged"),
     _torch_row("index_select_paged", "index_select", "paged"),
@@ -107,6 +128,31 @@ _ROWS: list[Implementation] = [
     _torch_row("latent_rows_load", "latent_rows", "load"),
     _torch_row("latent_rows_move", "latent_rows", "move"),
 ]
+
+# Behind torch, so asked for by name only: they pass their tests in the interpreter, but in their present form not every
+# case has been run on a GPU.
+_TRITON_ROWS = [
+    _triton_indexer_row("index_scores_ragged", "index_scores", "ragged", heads=_INDEX_HEADS),
+    _triton_indexer_row("index_scores_paged", "index_scores", "paged", heads=_INDEX_HEADS),
+    _triton_indexer_row("topk", "select", "topk", max_k=_INDEX_MAX_K),
+    _triton_indexer_row("topk_slots", "select", "topk_slots", max_k=_INDEX_MAX_K),
+    _triton_indexer_row("topk_ragged", "select", "topk_ragged", max_k=_INDEX_MAX_K),
+    _triton_indexer_row("positions_to_slots", "select", "positions_to_slots"),
+    _triton_indexer_row("index_select_ragged", "index_select", "ragged", heads=_INDEX_HEADS, max_k=_INDEX_MAX_K),
+    _triton_indexer_row("index_select_paged", "index_select", "paged", heads=_INDEX_HEADS, max_k=_INDEX_MAX_K),
+    Implementation(
+        "sparse_mla",
+        "triton",
+        f"{_TRITON}.sparse_mla:sparse_mla",
+        devices=frozenset({"cuda"}),
+        sm=_INDEXER_SMS,
+        layouts=frozenset({"bf16_1152", "fp8_656", "fp8_576"}),
+        heads=frozenset(range(1, 129)),
+        note="Triton, on SM 9.0 Gluon up to 32 heads; run on SM 9.0, compiled for 8.0, 8.6, 8.9, 10.0 and 12.0",
+    ),
+]
+
+_ROWS: list[Implementation] = [*_TORCH_ROWS, *_TRITON_ROWS]
 
 
 def rows(operator: str | None = None) -> tuple[Implementation, ...]:

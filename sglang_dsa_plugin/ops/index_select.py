@@ -47,8 +47,7 @@ def ragged(
         _check.index_tensor(op, "offsets", offsets, (q.shape[0],), q.device)
     budget = _check_picks(op, topk, init_tokens, local_tokens, budget_bytes)
     run = support.resolve("index_select_ragged", device=q.device, impl=impl, heads=q.shape[1], k=topk)
-    picks = run(q, k, k_scale, gate, start, end, topk, init_tokens, local_tokens, budget)
-    return picks if offsets is None else select.add_offsets(picks, offsets)
+    return run(q, k, k_scale, gate, start, end, topk, init_tokens, local_tokens, budget, offsets)
 
 
 def paged(
@@ -78,11 +77,7 @@ def paged(
         _check.fail(op, "page_size", f"{PAGE_SIZE}, the tokens of an index page", page_size)
     budget = _check_picks(op, topk, init_tokens, local_tokens, budget_bytes)
     run = support.resolve("index_select_paged", device=q.device, impl=impl, heads=q.shape[1], k=topk)
-    picks = run(q, pages, gate, lengths, page_table, row_to_request, topk, init_tokens, local_tokens, budget)
-    if not slots:
-        return picks
-    translate = support.resolve("positions_to_slots", device=q.device)
-    return translate(picks, page_table, row_to_request, page_size)
+    return run(q, pages, gate, lengths, page_table, row_to_request, topk, init_tokens, local_tokens, budget, slots)
 
 
 def _check_picks(op: str, topk: int, init_tokens: int, local_tokens: int, budget_bytes: int | None) -> int:

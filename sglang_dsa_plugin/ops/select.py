@@ -65,10 +65,8 @@ def topk_slots(
     """
     _check_topk("select.topk_slots", scores, lengths, k, starts, init_tokens, local_tokens)
     _check_table("select.topk_slots", page_table, row_to_request, page_size, "lengths", lengths, 1)
-    picks = support.resolve("topk", device=scores.device, impl=impl, k=k)(
-        scores, lengths, k, starts, init_tokens, local_tokens
-    )
-    return support.resolve("positions_to_slots", device=scores.device)(picks, page_table, row_to_request, page_size)
+    run = support.resolve("topk_slots", device=scores.device, impl=impl, k=k)
+    return run(scores, lengths, k, page_table, row_to_request, page_size, starts, init_tokens, local_tokens)
 
 
 def topk_ragged(
@@ -88,10 +86,8 @@ def topk_ragged(
     """
     _check_topk("select.topk_ragged", scores, lengths, k, starts, init_tokens, local_tokens)
     _check.index_tensor("select.topk_ragged", "offsets", offsets, (scores.shape[0],), scores.device)
-    picks = support.resolve("topk", device=scores.device, impl=impl, k=k)(
-        scores, lengths, k, starts, init_tokens, local_tokens
-    )
-    return add_offsets(picks, offsets)
+    run = support.resolve("topk_ragged", device=scores.device, impl=impl, k=k)
+    return run(scores, lengths, k, offsets, starts, init_tokens, local_tokens)
 
 
 def positions_to_slots(
@@ -112,11 +108,6 @@ def positions_to_slots(
     _check_table(op, page_table, row_to_request, page_size, "positions", positions, 0)
     run = support.resolve("positions_to_slots", device=positions.device, impl=impl)
     return run(positions, page_table, row_to_request, page_size)
-
-
-def add_offsets(picks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """picks [R, k] + offsets [R] where a pick is not -1: int32 [R, k]."""
-    return torch.where(picks >= 0, picks + offsets.to(torch.int32).unsqueeze(1), picks)
 
 
 def _check_topk(

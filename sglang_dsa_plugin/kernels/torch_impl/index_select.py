@@ -21,15 +21,17 @@ def ragged(
     init_tokens: int,
     local_tokens: int,
     budget_bytes: int,
+    offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [R, H, 128], k [S, 128], k_scale [S] or None, gate [R, H], start, end [R] -> positions int32 [R, topk]."""
+    """q [R, H, 128], k [S, 128], k_scale [S] or None, gate [R, H], start, end, offsets [R] -> picks int32 [R, topk]."""
     starts, sizes = index_scores.windows(start, end)
     lengths = (end.long() - start).clamp_(min=0)
 
     def keys_of(group: int) -> index_scores.LoadKeys:
         return index_scores.ragged_keys(k, k_scale, group)
 
-    return _select(q, gate, lengths, sizes, starts, keys_of, topk, init_tokens, local_tokens, budget_bytes)
+    picks = _select(q, gate, lengths, sizes, starts, keys_of, topk, init_tokens, local_tokens, budget_bytes)
+    return picks if offsets is None else select.add_offsets(picks, offsets)
 
 
 def paged(
@@ -43,12 +45,27 @@ def paged(
     init_tokens: int,
     local_tokens: int,
     budget_bytes: int,
+    slots: bool = False,
 ) -> torch.Tensor:
-    """q [R, H, 128], pages, gate [R, H], lengths [R], page_table, row_to_request [R] -> positions int32 [R, topk]."""
-    if index_scores.capturing(q.device):
-        return _paged_captured(
-            q, pages, gate, lengths, page_table, row_to_request, topk, init_tokens, local_tokens, budget_bytes
-        )
+    """q [R, H, 128], pages, gate [R, H], lengths [R], page_table, row_to_request [R] -> picks int32 [R, topk]."""
+    run = _paged_captured if index_scores.capturing(q.device) else _paged_read
+    picks = run(q, pages, gate, lengths, page_table, row_to_request, topk, init_tokens, local_tokens, budget_bytes)
+    return select.positions_to_slots(picks, page_table, row_to_request, PAGE_SIZE) if slots else picks
+
+
+def _paged_read(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    gate: torch.Tensor,
+    lengths: torch.Tensor,
+    page_table: torch.Tensor,
+    row_to_request: torch.Tensor,
+    topk: int,
+    init_tokens: int,
+    local_tokens: int,
+    budget_bytes: int,
+) -> torch.Tensor:
+    """`paged` with lengths and requests read on the host."""
     sizes, requests = torch.stack((lengths.long(), row_to_request.long())).tolist()
 
     def keys_of(group: int) -> index_scores.LoadKeys:

@@ -47,6 +47,40 @@ def topk(
     return _topk_device(scores, lengths, k)
 
 
+def topk_slots(
+    scores: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    page_table: torch.Tensor,
+    row_to_request: torch.Tensor,
+    page_size: int,
+    starts: torch.Tensor | None,
+    init_tokens: int,
+    local_tokens: int,
+) -> torch.Tensor:
+    """`topk`, then slots: int32 [R, k]."""
+    picks = topk(scores, lengths, k, starts, init_tokens, local_tokens)
+    return positions_to_slots(picks, page_table, row_to_request, page_size)
+
+
+def topk_ragged(
+    scores: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    offsets: torch.Tensor,
+    starts: torch.Tensor | None,
+    init_tokens: int,
+    local_tokens: int,
+) -> torch.Tensor:
+    """`topk`, then offsets: int32 [R, k]."""
+    return add_offsets(topk(scores, lengths, k, starts, init_tokens, local_tokens), offsets)
+
+
+def add_offsets(picks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """picks [R, k] + offsets [R] where a pick is not -1: int32 [R, k]."""
+    return torch.where(picks >= 0, picks + offsets.to(torch.int32).unsqueeze(1), picks)
+
+
 def _topk_cpu(scores: torch.Tensor, lengths: torch.Tensor, k: int) -> torch.Tensor:
     sizes = lengths.tolist()
     out = identity(lengths, k) if min(sizes, default=0) <= k else torch.empty((len(sizes), k), dtype=torch.int32)

@@ -14,6 +14,9 @@ from sglang_dsa_plugin.kernels.triton import sparse_mla_tiles as tiles
 from sglang_dsa_plugin.kernels.triton.sparse_mla_gather import gather_kernel
 from sglang_dsa_plugin.kernels.triton.sparse_mla_merge import merge_kernel
 
+# Minutes with an empty kernel cache: in the long form only.
+pytestmark = pytest.mark.full
+
 NVIDIA = [80, 86, 89, 90, 100, 120]
 # Local data share of a workgroup, in bytes.
 AMD = {"gfx942": 64 << 10, "gfx950": 160 << 10}

@@ -36,8 +36,12 @@ def test_splits_cover_the_picks(sm):
         assert plan.splits == 1 or r * -(-h // plan.block_h) * plan.splits <= 2 * 132
 
 
-def test_the_table_prefers_it_on_a_gpu_and_keeps_torch_elsewhere():
+def test_it_runs_on_a_gpu_when_asked_for_and_nowhere_else():
     for layout in LAYOUTS:
-        assert support.choose("sparse_mla", device="cuda", sm=80, layout=layout, heads=16, k=2048).name == "triton"
-        assert support.choose("sparse_mla", device="cpu", layout=layout, heads=16, k=2048).name == "torch"
-    assert support.choose("sparse_mla", device="cuda", sm=90, layout="fp32_2304", heads=16, k=64).name == "torch"
+        asked = {"device": "cuda", "layout": layout, "heads": 16, "k": 2048}
+        assert support.choose("sparse_mla", sm=80, impl="triton", **asked).name == "triton"
+        assert support.choose("sparse_mla", sm=80, **asked).name == "torch"
+        with pytest.raises(ValueError, match="runs on cuda, not on cpu"):
+            support.choose("sparse_mla", impl="triton", **asked | {"device": "cpu"})
+    with pytest.raises(ValueError, match=r"reads .*, not fp32_2304"):
+        support.choose("sparse_mla", device="cuda", sm=90, layout="fp32_2304", heads=16, k=64, impl="triton")

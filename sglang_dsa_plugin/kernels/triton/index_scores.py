@@ -1,0 +1,212 @@
+"""Index scores in Triton; see ops/index_scores.py for the formula and index_scores_kernels.py for the two kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_dsa_plugin.cache.layouts import FP8, PAGE_SIZE
+
+from . import index_tables
+from .index_scores_kernels import fill_kernel, keys_kernel, rows_kernel
+
+_ROW_ALIGN = 32  # columns: rows of scores begin on 128 bytes, and selection may read whole groups
+_FILL_COLUMNS = 2048
+
+
+def ragged(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    gate: torch.Tensor,
+    start: torch.Tensor,
+    end: torch.Tensor,
+    width: int | None,
+) -> torch.Tensor:
+    """`ops.index_scores.ragged`. Without `width` it reads the widest window on the host or, where a CUDA graph is being
+    recorded, takes the number of keys.
+    """
+    if width is None:
+        width = k.shape[0] if _capturing(q.device) or not len(q) else max(0, int((end - start).max()))
+    scores = new_scores(q.shape[0], width, q.device)
+    score_ragged(scores, q, k, k_scale, gate, start, end)
+    _fill(scores, start, end, False)
+    return scores
+
+
+def paged(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    gate: torch.Tensor,
+    lengths: torch.Tensor,
+    page_table: torch.Tensor,
+    row_to_request: torch.Tensor,
+    width: int | None,
+) -> torch.Tensor:
+    """`ops.index_scores.paged`. Without `width` it reads the longest window on the host or, where a CUDA graph is being
+    recorded, takes the tokens that the page table covers.
+    """
+    if width is None:
+        covered = page_table.shape[1] * PAGE_SIZE
+        width = covered if _capturing(q.device) or not len(q) else max(0, int(lengths.max()))
+    scores = new_scores(q.shape[0], width, q.device)
+    score_paged(scores, q, pages, gate, lengths, page_table, row_to_request)
+    _fill(scores, row_to_request, lengths, True)
+    return scores
+
+
+def new_scores(rows: int, width: int, device: torch.device) -> torch.Tensor:
+    """Uninitialised f32 [rows, width] with aligned rows, as the selection reads them fastest."""
+    whole = -(-width // _ROW_ALIGN) * _ROW_ALIGN
+    return torch.empty((rows, whole), dtype=torch.float32, device=device)[:, :width]
+
+
+def score_ragged(
+    scores: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    gate: torch.Tensor,
+    start: torch.Tensor,
+    end: torch.Tensor,
+    skip: int = 0,
+) -> None:
+    """Write the scores of rows whose window is longer than `skip`; other columns are left as they are."""
+    if not scores.numel() or not k.shape[0]:
+        return
+    kind, q, k = _operands(q, k)
+    scale = gate if k_scale is None else k_scale
+    _walk_rows(scores, q, k.contiguous(), scale, gate, start, end, gate, 0, k.shape[0], skip, kind, False, 1)
+
+
+def score_paged(
+    scores: torch.Tensor,
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    gate: torch.Tensor,
+    lengths: torch.Tensor,
+    page_table: torch.Tensor,
+    row_to_request: torch.Tensor,
+    skip: int = 0,
+    requests: int | None = None,
+    tickets: torch.Tensor | None = None,
+) -> None:
+    """Write the scores of rows longer than `skip`; other columns are left as they are. Reads nothing on the host.
+
+    requests: how many requests the rows are of, where it is not the whole page table (only speed depends on it).
+    tickets: int32 [R] that is to be 0 afterwards (for the selection), which costs nothing while scoring.
+    """
+    if not scores.numel() or not pages.shape[0] or not page_table.shape[1]:
+        if tickets is not None:
+            tickets.zero_()
+        return
+    scale = gate
+    if pages.dtype == torch.uint8:
+        scale = pages.view(torch.float32)
+        pages = pages.view(FP8)
+    kind, q, k = _operands(q, pages)
+    requests = requests or page_table.shape[0]
+    tiles = index_tables.stream_tiles(index_tables.gpu_of(q.device), kind, q.shape[1], q.shape[0], requests)
+    if tiles is None:
+        if tickets is not None:
+            tickets.zero_()
+        _walk_rows(
+            scores, q, k, scale, gate, row_to_request, lengths, page_table, k.stride(0), 0, skip, kind, True, requests
+        )
+        return
+    rows, heads, _ = q.shape
+    keys_kernel[(tiles.programs,)](
+        q,
+        k,
+        scale,
+        gate.contiguous(),
+        row_to_request,
+        lengths,
+        page_table,
+        scores,
+        gate if tickets is None else tickets,
+        k.stride(0),
+        page_table.stride(0),
+        scores.stride(0),
+        rows,
+        scores.shape[1],
+        skip,
+        H=heads,
+        HP=index_tables.padded_heads(heads),
+        G=tiles.bundle,
+        BN=tiles.keys,
+        ROWS=index_tables.power_of_two(rows),
+        KIND=kind,
+        TICKETS=tickets is not None,
+        STAGES=tiles.stages,
+        num_warps=tiles.warps,
+    )
+
+
+def _walk_rows(
+    scores: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scale: torch.Tensor,
+    gate: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    table: torch.Tensor,
+    page_stride: int,
+    keys: int,
+    skip: int,
+    kind: str,
+    paged: bool,
+    requests: int,
+) -> None:
+    rows, heads, _ = q.shape
+    width = scores.shape[1]
+    tiles = index_tables.walk_tiles(index_tables.gpu_of(q.device), kind, heads, rows, requests, width)
+    key_tiles = -(-width // tiles.keys)
+    rows_kernel[(key_tiles * -(-rows // tiles.rows),)](
+        q,
+        k,
+        scale,
+        gate.contiguous(),
+        first,
+        last,
+        table,
+        scores,
+        page_stride,
+        table.stride(0),
+        scores.stride(0),
+        rows,
+        keys,
+        width,
+        skip,
+        key_tiles,
+        H=heads,
+        HP=index_tables.padded_heads(heads),
+        G=tiles.bundle,
+        BN=tiles.keys,
+        ROWS=tiles.rows,
+        KIND=kind,
+        PAGED=paged,
+        STAGES=tiles.stages,
+        num_warps=tiles.warps,
+    )
+
+
+def _operands(q: torch.Tensor, k: torch.Tensor) -> tuple[str, torch.Tensor, torch.Tensor]:
+    """(KIND, q contiguous, k) as the kernels take them on this device."""
+    kind = index_tables.score_kind(index_tables.gpu_of(q.device), q.dtype)
+    if kind == "bytes":
+        return kind, q.to(torch.float16).contiguous(), k.view(torch.uint8)
+    return kind, q.contiguous(), k
+
+
+def _fill(scores: torch.Tensor, first: torch.Tensor, last: torch.Tensor, paged: bool) -> None:
+    rows, width = scores.shape
+    if scores.numel():
+        grid = (rows, -(-width // _FILL_COLUMNS))
+        fill_kernel[grid](
+            first, last, scores, scores.stride(0), rows, width, PAGED=paged, COLUMNS=_FILL_COLUMNS, num_warps=4
+        )
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

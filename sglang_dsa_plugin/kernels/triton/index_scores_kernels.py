@@ -1,0 +1,242 @@
+"""Kernels of the index scores: relu(q . k) times gate, summed over heads in registers, one f32 stored per (row, key).
+
+`rows_kernel` holds a tile of keys and walks many rows over it: prefill, where rows of a request share their keys.
+`keys_kernel` holds the queries of one or a few rows and streams their keys: decode and verify, where keys are the
+traffic. Both multiply [keys, 128] by [128, heads], keys outermost, so a thread owns whole stretches of heads and the
+sum over heads costs it no exchange until the last step; the product of one row has the same shape in both, so a score
+does not depend on which kernel, tile or neighbour it was computed with.
+
+KIND says what the matrix unit is fed: "fp8" e4m3 as stored; "bytes" e4m3 keys decoded to f16 here (GPUs whose compiler
+takes no e4m3), the query widened to f16 before; "plain" 16-bit values; "f32" f32 values without rounding to TF32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+DIM = tl.constexpr(128)
+PAGE = tl.constexpr(64)
+NEVER = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def half_of_e4m3(codes):
+    """uint8 e4m3 codes -> f16, 2^-8 times their value, exact; NaN codes become NaN.
+
+    e4m3's bits moved up by 7 are the f16 bits of that number (the exponent biases are 7 and 15), subnormals included.
+    """
+    wide = codes.to(tl.uint16)
+    bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    return tl.where((wide & 0x7F) == 0x7F, 0x7E00, bits).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def load_keys(
+    k, scales, page_stride, keys, table_row, start, n, count, BN: tl.constexpr, KIND: tl.constexpr, PAGED: tl.constexpr
+):
+    """Keys n [BN] of a window, as the dot takes them [BN, 128], and their scales f32 [BN].
+
+    A key at or past `count` is some key of the buffer: what becomes of it is never stored, and a load without a mask is
+    a vector.
+    """
+    if PAGED:
+        page = tl.load(table_row + n // PAGE, mask=n < count, other=0).to(tl.int64)
+        at = page * page_stride + (n % PAGE) * DIM
+        scale_at = page * (page_stride // 4) + PAGE * DIM // 4 + n % PAGE
+    else:
+        scale_at = tl.minimum(start + n, keys - 1).to(tl.int64)
+        at = scale_at * DIM
+    x = tl.load(k + at[:, None] + tl.arange(0, DIM)[None, :])
+    if KIND == "bytes":
+        scale = tl.load(scales + scale_at) * 256.0
+        x = half_of_e4m3(x)
+    elif KIND == "fp8":
+        scale = tl.load(scales + scale_at)
+    else:
+        scale = tl.full([BN], 1.0, tl.float32)
+    return x, scale
+
+
+@triton.jit
+def load_queries(q, gate, row, rows, H: tl.constexpr, HP: tl.constexpr, G: tl.constexpr):
+    """Queries [G * HP, 128] and gates [G * HP] of rows row .. row + G - 1, heads padded to HP with gates of 0."""
+    c = tl.arange(0, G * HP)
+    head = c % HP
+    line = tl.minimum(row + c // HP, rows - 1).to(tl.int64) * H + tl.minimum(head, H - 1)
+    x = tl.load(q + line[:, None] * DIM + tl.arange(0, DIM)[None, :])
+    weight = tl.load(gate + line)
+    if HP != H:
+        weight = tl.where(head < H, weight, 0.0)
+        # 0 times a NaN of the copied head would be NaN.
+        x = tl.where((head < H)[:, None], x, 0.0)
+    return x, weight
+
+
+@triton.jit
+def head_sum(keys, scale, queries, weight, BN: tl.constexpr, HP: tl.constexpr, G: tl.constexpr):
+    """keys [BN, 128], queries [G * HP, 128] -> scores [BN, G]."""
+    dots = tl.dot(keys, tl.trans(queries), input_precision="ieee")  # says something of f32 only: no TF32
+    part = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
+    return tl.sum(tl.reshape(part, [BN, G, HP]), 2) * scale[:, None]
+
+
+@triton.jit
+def window_of(row, rows, first, last, skip, PAGED: tl.constexpr):
+    """(what rows with the same keys share, window length) of rows; 0 keys past the rows and up to `skip` keys."""
+    inside = row < rows
+    length = tl.load(last + row, mask=inside, other=0).to(tl.int32)
+    group = tl.load(first + row, mask=inside, other=0).to(tl.int32)
+    if not PAGED:
+        length -= group
+    return group, tl.where(length > skip, length, 0)
+
+
+@triton.jit
+def rows_kernel(
+    q,
+    k,
+    scales,
+    gate,
+    first,
+    last,
+    table,
+    out,
+    page_stride,
+    table_stride,
+    out_stride,
+    rows,
+    keys,
+    width,
+    skip,
+    key_tiles,
+    H: tl.constexpr,
+    HP: tl.constexpr,
+    G: tl.constexpr,
+    BN: tl.constexpr,
+    ROWS: tl.constexpr,
+    KIND: tl.constexpr,
+    PAGED: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """ROWS rows against BN keys. paged: first is row_to_request, last the lengths; ragged: the windows' ends."""
+    tile = tl.program_id(0) % key_tiles
+    top = (tl.program_id(0) // key_tiles) * ROWS
+    n = tile * BN + tl.arange(0, BN)
+    group, length = window_of(top + tl.arange(0, ROWS), rows, first, last, skip, PAGED)
+    longest = tl.minimum(tl.max(length, 0), width)
+    if tile * BN >= longest:
+        return
+    lowest = tl.min(tl.where(length > 0, group, NEVER), 0)
+    highest = tl.max(tl.where(length > 0, group, -1), 0)
+    lane = tl.arange(0, G)
+    if lowest == highest:
+        table_row = table + lowest.to(tl.int64) * table_stride
+        x, scale = load_keys(k, scales, page_stride, keys, table_row, lowest, n, longest, BN, KIND, PAGED)
+        for i in tl.range(0, ROWS, G, num_stages=STAGES):
+            queries, weight = load_queries(q, gate, top + i, rows, H, HP, G)
+            row = top + i + lane
+            _, size = window_of(row, rows, first, last, skip, PAGED)
+            part = head_sum(x, scale, queries, weight, BN, HP, G)
+            where = out + row.to(tl.int64)[None, :] * out_stride + n[:, None]
+            tl.store(where, part, mask=n[:, None] < tl.minimum(size, width)[None, :])
+    else:
+        # Where two requests meet: each row with its own keys, in the same product, so with the same rounding.
+        for i in range(ROWS):
+            row = top + i + lane
+            start, size = window_of(top + i, rows, first, last, skip, PAGED)
+            size = tl.minimum(size, width)
+            if tile * BN < size:
+                table_row = table + start.to(tl.int64) * table_stride
+                x, scale = load_keys(k, scales, page_stride, keys, table_row, start, n, size, BN, KIND, PAGED)
+                queries, weight = load_queries(q, gate, top + i, rows, H, HP, G)
+                part = head_sum(x, scale, queries, weight, BN, HP, G)
+                where = out + row.to(tl.int64)[None, :] * out_stride + n[:, None]
+                tl.store(where, part, mask=(n[:, None] < size) & (lane == 0)[None, :])
+
+
+@triton.jit
+def keys_kernel(
+    q,
+    k,
+    scales,
+    gate,
+    requests,
+    lengths,
+    table,
+    out,
+    tickets,
+    page_stride,
+    table_stride,
+    out_stride,
+    rows,
+    width,
+    skip,
+    H: tl.constexpr,
+    HP: tl.constexpr,
+    G: tl.constexpr,
+    BN: tl.constexpr,
+    ROWS: tl.constexpr,
+    KIND: tl.constexpr,
+    TICKETS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Rows in bundles of G; the tiles of all bundles, in a line, are shared out evenly. rows <= ROWS, a power of two.
+
+    The rows of a bundle share one read of the keys when they are of one request; else each gets its own.
+    TICKETS: also set tickets int32 [rows] to 0 for the selection that follows.
+    """
+    row = tl.arange(0, ROWS)
+    if TICKETS:
+        tl.store(tickets + row, row * 0, mask=(row < rows) & (tl.program_id(0) == 0))
+    bundle = row // G * G
+    request, size = window_of(row, rows, requests, lengths, skip, True)
+    size = tl.minimum(size, width)
+    lowest = row * 0 + NEVER
+    highest = row * 0 - 1
+    longest = row * 0
+    for j in tl.static_range(G):
+        other, length = window_of(bundle + j, rows, requests, lengths, skip, True)
+        lowest = tl.minimum(lowest, tl.where(length > 0, other, NEVER))
+        highest = tl.maximum(highest, tl.where(length > 0, other, -1))
+        longest = tl.maximum(longest, tl.minimum(length, width))
+    together = lowest == highest
+    covered = tl.where(together, tl.where(row == bundle, longest, 0), size)
+    owner = tl.where(together, lowest, request)
+    tiles = (covered + BN - 1) // BN
+    done = tl.cumsum(tiles, 0)
+    total = tl.max(done, 0)
+    each = (total + tl.num_programs(0) - 1) // tl.num_programs(0)
+    item = tl.program_id(0) * each
+    end = tl.minimum(item + each, total)
+    lane = tl.arange(0, G)
+    while item < end:
+        r = tl.sum((done <= item).to(tl.int32), 0)
+        mine = row == r
+        stop = tl.sum(tl.where(mine, done, 0), 0)
+        tile = item - (stop - tl.sum(tl.where(mine, tiles, 0), 0))
+        steps = tl.minimum(stop, end) - item
+        count = tl.sum(tl.where(mine, covered, 0), 0)
+        alone = tl.sum(tl.where(mine & (lowest != highest), 1, 0), 0)
+        table_row = table + tl.sum(tl.where(mine, owner, 0), 0).to(tl.int64) * table_stride
+        queries, weight = load_queries(q, gate, r, rows, H, HP, G)
+        _, sizes = window_of(r + lane, rows, requests, lengths, skip, True)
+        sizes = tl.where((alone == 0) | (lane == 0), tl.minimum(sizes, width), 0)
+        lines = out + (r + lane).to(tl.int64)[None, :] * out_stride
+        for t in tl.range(tile, tile + steps, num_stages=STAGES):
+            n = t * BN + tl.arange(0, BN)
+            x, scale = load_keys(k, scales, page_stride, 0, table_row, 0, n, count, BN, KIND, True)
+            part = head_sum(x, scale, queries, weight, BN, HP, G)
+            tl.store(lines + n[:, None], part, mask=n[:, None] < sizes[None, :])
+        item += steps
+
+
+@triton.jit
+def fill_kernel(first, last, out, out_stride, rows, width, PAGED: tl.constexpr, COLUMNS: tl.constexpr):
+    """-inf in the columns outside each row's window."""
+    row = tl.program_id(0)
+    _, length = window_of(row, rows, first, last, 0, PAGED)
+    column = tl.program_id(1) * COLUMNS
+    if column + COLUMNS > length:
+        n = column + tl.arange(0, COLUMNS)
+        tl.store(out + row.to(tl.int64) * out_stride + n, float("-inf"), mask=(n >= length) & (n < width))

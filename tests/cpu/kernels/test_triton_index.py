@@ -1,0 +1,154 @@
+"""The indexer's Triton kernels in Triton's interpreter, on small tiles, against the fp64 references.
+
+The interpreter must be chosen before Triton is imported, so the tests run in a process of their own.
+"""
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_dsa_plugin.cache.layouts import FP8
+from sglang_dsa_plugin.ops import index_scores, index_select, select
+from tests.cpu.ops import indexer_inputs
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+
+    def test_in_the_interpreter():
+        root = Path(__file__).parents[3]
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).relative_to(root))],
+            cwd=root,
+            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "2"},
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+
+else:
+    from sglang_dsa_plugin.kernels.triton import index_scores as triton_scores
+    from sglang_dsa_plugin.kernels.triton import index_select as triton_select
+    from sglang_dsa_plugin.kernels.triton import index_tables
+    from sglang_dsa_plugin.kernels.triton import select as triton_topk
+
+    # Lists of 256 entries and tiles of 128 to 512 scores: every path of the kernels at a few hundred columns.
+    WHOLE = index_tables.SelectTiles(1, 2, capacity=256, tile=512, block=64, sample=128, warps=4)
+    SPLIT = index_tables.SelectTiles(4, 4, capacity=256, tile=128, block=256, sample=256, warps=4)
+
+    def tiles_for(rows, tiles):
+        return dataclasses.replace(tiles, programs=rows * tiles.chunks) if tiles.chunks > 1 else tiles
+
+    def generator(seed=0):
+        return torch.Generator().manual_seed(seed)
+
+    def scores_of(kind, rows, width):
+        x = torch.randn(rows, width, generator=generator(1))
+        if kind == "ties":
+            return (2 * x).round()
+        if kind == "equal":
+            return x * 0
+        if kind == "odd":
+            x[0, ::2], x[1, : width - 40], x[2], x[3, ::3] = math.nan, math.nan, -math.inf, math.inf
+            return x
+        if kind == "tiny":
+            bits = torch.randint(0, 300, (rows, width), generator=generator(2)).int()
+            return (bits | (torch.randint(0, 2, (rows, width), generator=generator(3)).int() << 31)).view(torch.float32)
+        return x.sort(dim=1).values if kind == "rising" else x
+
+    @pytest.mark.parametrize("tiles", [WHOLE, SPLIT], ids=["whole", "split"])
+    @pytest.mark.parametrize("kind", ["normal", "ties", "equal", "odd", "tiny", "rising"])
+    def test_selection(kind, tiles):
+        lengths = torch.tensor([700, 699, 513, 257, 256, 64, 65, 0])
+        scores = scores_of(kind, len(lengths), 700)
+        got = triton_topk.select_rows(scores, lengths, 64, None, 0, 0, tiles=tiles_for(len(lengths), tiles))
+        assert torch.equal(got, select.reference(scores, lengths, 64))
+
+    @pytest.mark.parametrize("tiles", [WHOLE, SPLIT], ids=["whole", "split"])
+    @pytest.mark.parametrize(("init", "local"), [(5, 9), (100, 40)])
+    def test_windows_forced_tokens_slots_and_offsets(init, local, tiles):
+        starts, lengths = torch.tensor([100, 7, 3, 800, 0]), torch.tensor([800, 893, 300, 100, 129])
+        scores = scores_of("ties", 5, 900)
+        table = torch.randint(0, 1000, (2, 15), generator=generator()).int()
+        requests, offsets = torch.tensor([0, 1, 0, 1, 1]), torch.arange(5) * 100
+        want = select.reference(scores, lengths, 128, starts, init, local)
+        args = (scores, lengths.int(), 128, starts.int(), init, local)
+        tiles = tiles_for(5, tiles)
+        got = triton_topk.select_rows(*args, slots=(table, requests, 64), tiles=tiles)
+        assert torch.equal(got, select.reference_slots(want, table, requests))
+        assert torch.equal(triton_topk.positions_to_slots(want, table, requests, 64), got)
+        got = triton_topk.select_rows(*args, offsets=offsets, tiles=tiles)
+        assert torch.equal(got, torch.where(want >= 0, want + offsets.unsqueeze(1), -1).int())
+
+    def assert_scores(got, want):
+        assert torch.equal(got.isneginf(), want.isneginf())
+        inside = ~want.isneginf()
+        assert (got.double() - want)[inside].abs().max() < 1e-5 * want[inside].abs().max()
+
+    # The interpreter multiplies bf16 as integers, so f16 stands for the 16-bit types here.
+    @pytest.mark.parametrize("dtype", [FP8, torch.float16, torch.float32])
+    @pytest.mark.parametrize("heads", [12, 16, 64])
+    def test_ragged_scores(dtype, heads):
+        inputs = indexer_inputs.normal(9, heads, 320, dtype)
+        start = torch.tensor([0, 0, 0, 0, 0, 0, 0, 10, 200])
+        end = torch.tensor([320, 299, 50, 0, 129, 128, 257, 300, 150])
+        args = (inputs.q, inputs.k, inputs.k_scale, inputs.gate, start, end)
+        assert_scores(triton_scores.ragged(*args, None), index_scores.reference_ragged(*args))
+
+    @pytest.mark.parametrize("dtype", [FP8, torch.float16])
+    @pytest.mark.parametrize("heads", [16, 64])
+    @pytest.mark.parametrize(
+        ("requests", "lengths"),
+        [
+            ([2, 0, 1], [300, 0, 65]),
+            ([0, 0, 1, 1, 2, 2], [100, 101, 319, 320, 64, 0]),
+            ([0, 1, 1, 1, 2, 2], [100, 101, 319, 320, 64, 0]),
+            ([0] * 9 + [1] * 8, [*range(200, 209), *range(290, 298)]),
+        ],
+    )
+    def test_paged_scores(dtype, heads, requests, lengths):
+        inputs = indexer_inputs.normal(len(requests), heads, 768, dtype)
+        table = torch.stack([torch.randperm(12, generator=generator(b))[:5] for b in range(3)]).int()
+        rest = (torch.tensor(lengths).int(), table, torch.tensor(requests))
+        want = index_scores.reference_paged(inputs.q, inputs.pages, inputs.gate, *rest)
+        assert_scores(triton_scores.paged(inputs.q, inputs.pages, inputs.gate, *rest, None), want)
+
+    def test_nan_of_e4m3_in_a_key_and_in_a_query():
+        inputs = indexer_inputs.normal(3, 16, 64, FP8)
+        inputs.q[1, 3, 5] = inputs.k[9, 100] = math.nan
+        got = triton_scores.ragged(
+            inputs.q, inputs.k, inputs.k_scale, inputs.gate, torch.zeros(3).int(), torch.full((3,), 64), None
+        )
+        want = torch.zeros(3, 64, dtype=torch.bool)
+        want[1], want[:, 9] = True, True
+        assert torch.equal(got.isnan(), want)
+
+    @pytest.mark.parametrize("tiles", [WHOLE, SPLIT], ids=["whole", "split"])
+    @pytest.mark.parametrize("budget", [1 << 20, 4 * 512 * 2, 4 * (2 * 64 + 128)])
+    @pytest.mark.parametrize(("init", "local"), [(3, 5)])
+    def test_index_select_in_any_budget(budget, init, local, tiles, monkeypatch):
+        monkeypatch.setattr(index_tables, "select_tiles", lambda _gpu, rows, *_: tiles_for(rows, tiles))
+        inputs = indexer_inputs.exact(4, 16, 512, FP8)
+        table = torch.stack([torch.randperm(8, generator=generator(b)) for b in range(2)]).int()
+        lengths, requests = torch.tensor([512, 300, 64, 65]), torch.tensor([0, 0, 1, 1])
+        args = (inputs.q, inputs.pages, inputs.gate, lengths, table, requests)
+        got = triton_select.paged(*args, 64, init, local, budget, True)
+        assert torch.equal(got, index_select.reference_paged(*args, 64, True, init, local))
+        start, offsets = torch.tensor([0, 100, 200, 7]), torch.arange(4) * 1000
+        end = torch.tensor([512, 500, 264, 72])
+        args = (inputs.q, inputs.k, inputs.k_scale, inputs.gate, start, end)
+        got = triton_select.ragged(*args, 64, init, local, budget, offsets)
+        assert torch.equal(got, index_select.reference_ragged(*args, 64, offsets, init, local))
+
+    def test_rows_that_all_fit_are_not_scored(monkeypatch):
+        monkeypatch.setattr(triton_scores, "score_paged", None)
+        inputs = indexer_inputs.exact(3, 16, 128, FP8)
+        table, lengths = torch.tensor([[1, 0]]).int(), torch.tensor([128, 5, 0])
+        requests = torch.zeros(3, dtype=torch.int32)
+        got = triton_select.paged(inputs.q, inputs.pages, inputs.gate, lengths, table, requests, 128, 0, 0, 1 << 20)
+        columns = torch.arange(128)
+        assert torch.equal(got, torch.where(columns < lengths.unsqueeze(1), columns, -1).int())

@@ -1,0 +1,115 @@
+"""Every kernel of the indexer compiles, without a GPU, for every target it is meant for, within its shared memory."""
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from sglang_dsa_plugin.kernels.triton import index_scores_kernels, index_tables, select  # noqa: E402
+
+# Minutes with an empty kernel cache: in the long form only.
+pytestmark = pytest.mark.full
+
+# Shared memory a program may have, in KiB.
+SHARED = {
+    "sm_80": 163,
+    "sm_86": 99,
+    "sm_89": 99,
+    "sm_90": 227,
+    "sm_100": 227,
+    "sm_120": 99,
+    "gfx942": 64,
+    "gfx950": 160,
+}
+POINTERS = {"fp8": "*fp8e4nv", "bytes": "*u8", "plain": "*bf16", "f32": "*fp32"}
+TYPES = {
+    **dict.fromkeys(("scores", "scales", "gate"), "*fp32"),
+    **dict.fromkeys(
+        (
+            "lengths",
+            "starts",
+            "table",
+            "requests",
+            "offsets",
+            "counts",
+            "tickets",
+            "first",
+            "last",
+            "positions",
+            "slots",
+        ),
+        "*i32",
+    ),
+    "lists": "*i64",
+}
+
+
+def gpu_of(name):
+    if name.startswith("gfx"):
+        return index_tables.Gpu("hip", int(name[3:5]), 256, SHARED[name])
+    return index_tables.Gpu("cuda", int(name[3:]), 132, SHARED[name])
+
+
+def compiled(kernel, name, constants, warps, **types):
+    signature, aligned = {}, {}
+    for i, parameter in enumerate(kernel.params):
+        if parameter.name in constants:
+            signature[parameter.name] = "constexpr"
+            continue
+        kind = {**TYPES, **types}.get(parameter.name, "i32")
+        signature[parameter.name] = kind
+        if kind.startswith("*") or (parameter.name.endswith("stride") and parameter.name != "list_stride"):
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    target = GPUTarget("hip", name, 64) if name.startswith("gfx") else GPUTarget("cuda", int(name[3:]), 32)
+    result = triton.compile(
+        ASTSource(kernel, signature, constants, aligned), target=target, options={"num_warps": warps}
+    )
+    assert result.metadata.shared <= SHARED[name] * 1024
+    return result
+
+
+def kinds(name):
+    return ("bytes" if name in ("sm_80", "sm_86") or name.startswith("gfx") else "fp8", "plain")
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize(("rows", "k"), [(1, 2048), (4096, 4096)], ids=["split", "rows"])
+def test_selection(name, rows, k):
+    tiles = index_tables.select_tiles(gpu_of(name), rows, 131072, k)
+    constants = {"C": tiles.capacity, "TILE": tiles.tile, "BLOCK": tiles.block, "SAMPLE": tiles.sample, "PAGE": 64}
+    constants |= {"WIDE_READ": True, "STARTS": False, "SLOTS": rows == 1, "OFFSETS": rows > 1}
+    if tiles.chunks > 1:
+        compiled(select._split_kernel, name, constants | {"CHUNKS": tiles.chunks}, tiles.warps, out="*i32")
+    else:
+        compiled(select._rows_kernel, name, constants, tiles.warps, out="*i32")
+
+
+def score_types(kind):
+    return {"q": "*fp16" if kind == "bytes" else POINTERS[kind], "k": POINTERS[kind], "out": "*fp32"}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_scores_of_many_rows(name):
+    for kind, heads in zip(kinds(name), (64, 16)):
+        tiles = index_tables.walk_tiles(gpu_of(name), kind, heads, 4096, 1, 131072)
+        constants = {"H": heads, "HP": heads, "G": tiles.bundle, "BN": tiles.keys, "ROWS": tiles.rows, "KIND": kind}
+        constants |= {"PAGED": kind != "plain", "STAGES": tiles.stages}
+        compiled(index_scores_kernels.rows_kernel, name, constants, tiles.warps, **score_types(kind))
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_scores_of_few_rows(name):
+    quantised, plain = kinds(name)
+    for kind, heads, requests in ((quantised, 64, 64), (quantised, 32, 16), (plain, 64, 32)):
+        tiles = index_tables.stream_tiles(gpu_of(name), kind, heads, 64, requests)
+        constants = {"H": heads, "HP": heads, "G": tiles.bundle, "BN": tiles.keys, "ROWS": 64, "KIND": kind}
+        constants |= {"TICKETS": True, "STAGES": tiles.stages}
+        compiled(index_scores_kernels.keys_kernel, name, constants, tiles.warps, **score_types(kind))
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_small_kernels(name):
+    compiled(index_scores_kernels.fill_kernel, name, {"PAGED": True, "COLUMNS": 2048}, 4, out="*fp32")
+    compiled(select._slots_kernel, name, {"PAGE": 64, "BLOCK": 1024}, 4)
