@@ -3,7 +3,7 @@
 import pytest
 
 from tests.server.harness import ServerSpec, random_prompt
-from tests.server.oracle import settled, steady_prompt, worst
+from tests.server.oracle import settled, text_of, worst
 from tests.server.specs import PLAIN
 from tests.server.test_equality import BOUND, K
 
@@ -35,11 +35,10 @@ def test_counter(server):
 @pytest.mark.parametrize("server", [PLAIN], indirect=True)
 def test_dense_prefill_stores_index_keys(server):
     """k - 8 tokens prefilled dense, then 40 decoded: from the ninth on, picks are made among the keys it stored."""
-    path = server.spec.model.path()
 
     def ask(seed):
         server.flush()
-        answers, dense, sparse = answers_and_paths(server, [steady_prompt(path, K - 8, seed)], new=40)
+        answers, dense, sparse = answers_and_paths(server, [text_of(server.spec.model, K - 8, seed)], new=40)
         assert (dense, sparse) == (1, 0)
         return answers
 

@@ -5,7 +5,7 @@ The bound is sharp: above k wrong picks move log-probabilities by 0.1 to 10, and
 
 import pytest
 
-from tests.server.oracle import BOUND, LENGTHS, difference, settled, steady_prompt, text_of, worst
+from tests.server.oracle import BOUND, LENGTHS, difference, settled, text_of, worst
 from tests.server.specs import FORMS, MODELS, PLAIN, exact
 
 K = 64
@@ -67,9 +67,8 @@ def test_among_others(server, assert_equal):
 
     def ask(seed):
         server.flush()
-        return server.generate([steady_prompt(path, length, seed) for length in (20, 65, 330, 90)], new=12)
+        return server.generate([text_of(server.spec.model, n, seed) for n in (20, 65, 330, 90)], new=12)
 
-    path = server.spec.model.path()
     answers = settled(server, ask)
     if dict(server.spec.env).get("SGLANG_TEST_RETRACT"):
         assert sum(a.meta["num_retractions"] for a in answers) > 0
@@ -80,10 +79,9 @@ def test_among_others(server, assert_equal):
 def test_token_by_token(server, assert_equal):
     """Forty decoded tokens. From k - 8 on they cross k: the keys that a dense prefill stored are then picked from."""
     server.flush()
-    path = server.spec.model.path()
     answers = []
     for n in (8, K - 8, K, 200):
-        answers += settled(server, lambda seed, n=n: server.generate([steady_prompt(path, n, seed)], new=40))
+        answers += settled(server, lambda seed, n=n: server.generate([text_of(server.spec.model, n, seed)], new=40))
         assert answers[-1].rows.shape[0] == n + 40 - 1
     assert_equal(answers)
 
