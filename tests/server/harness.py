@@ -12,6 +12,7 @@ import functools
 import hashlib
 import inspect
 import os
+import random
 import re
 import socket
 import subprocess
@@ -223,9 +224,15 @@ class ServerSlot:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nothing listens on, below the range the system hands out by itself.
+
+    A server's own processes open connections before it binds its port, and may be handed a port of that range.
+    """
+    for port in random.sample(range(20000, 30000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("a hundred ports between 20000 and 30000 are all taken")
 
 
 def random_prompt(length: int, seed: int) -> list[int]:
