@@ -224,15 +224,12 @@ class ServerSlot:
 
 
 def free_port() -> int:
-    """A port that nothing listens on, below the range the system hands out by itself.
-
-    A server's own processes open connections before it binds its port, and may be handed a port of that range.
-    """
-    for port in random.sample(range(20000, 30000), 100):
+    """A port nobody listens on, below the range from which the system hands out ports to whoever asks for any."""
+    for port in random.SystemRandom().sample(range(20000, 32000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise RuntimeError("a hundred ports between 20000 and 30000 are all taken")
+    raise RuntimeError("no free port among a hundred tried")
 
 
 def random_prompt(length: int, seed: int) -> list[int]:
