@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+    from sglang_dsa_plugin.backend.metadata import StepMetadata
+
 
 class DsaIndexer(torch.nn.Module):
     """Keys, queries, gate and picks of one layer; replicated over tensor-parallel ranks.
@@ -140,10 +142,20 @@ class DsaIndexer(torch.nn.Module):
         pages.store(local_layer, forward_batch.out_cache_loc, key.k, key.scale)
         if not return_indices and get_global_indexer_capturer() is None:
             return None
+        picks = step.every_token(self.index_topk)
+        if picks is None:
+            picks = self._select(x, q_lora, positions, step, pages.buffer[local_layer])
+        picks = maybe_capture_indexer_topk(layer_id, self._same_on_all_ranks(picks))
+        return picks if return_indices else None
+
+    def _select(
+        self, x: torch.Tensor, q_lora: torch.Tensor, positions: torch.Tensor, step: StepMetadata, keys: torch.Tensor
+    ) -> torch.Tensor:
+        """Picks by score; keys: index pages of the layer."""
         query = self.token.queries(self.wq_b(q_lora)[0], self._head_weights(x), positions)
-        picks = index_select.paged(
+        return index_select.paged(
             query.q,
-            pages.buffer[local_layer],
+            keys,
             query.gate,
             step.lengths,
             step.page_table,
@@ -153,8 +165,6 @@ class DsaIndexer(torch.nn.Module):
             local_tokens=self.config.index_local_tokens,
             impl=self._impl,
         )
-        picks = maybe_capture_indexer_topk(layer_id, self._same_on_all_ranks(picks))
-        return picks if return_indices else None
 
     def _head_weights(self, x: torch.Tensor) -> torch.Tensor:
         """Gate before scaling, f32 [R,H]: accumulated and returned in float32 even from bf16 weights."""

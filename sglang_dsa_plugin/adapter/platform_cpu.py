@@ -13,6 +13,7 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 if TYPE_CHECKING:
     import torch
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
+    from torch.profiler import ProfilerActivity
 
 
 class DsaCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -45,6 +46,18 @@ class DsaCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang_dsa_plugin.adapter.fp8_weights import DequantisedFp8Config
 
         return DequantisedFp8Config
+
+    def get_default_speculative_draft_attention_backend(self, algorithm: str) -> str:
+        return self.get_default_attention_backend()
+
+    def get_torch_profiler_activity_str(self) -> str:
+        """Asked by /start_profile of every out-of-tree platform; without an answer the request ends the server."""
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> ProfilerActivity:
+        from torch.profiler import ProfilerActivity
+
+        return ProfilerActivity.CPU
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         check_loaded_model(model)

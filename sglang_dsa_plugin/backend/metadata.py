@@ -18,15 +18,19 @@ from sglang_dsa_plugin.ops import select
 
 @dataclass
 class StepMetadata:
-    """Rows of one step (module docstring). `dense` is the one decision that planner and executor read."""
+    """Rows of one step (module docstring). `dense` is the one decision that planner and executor read; max_length is a
+    bound of `lengths` that the host knows.
+    """
 
     lengths: torch.Tensor
     row_to_request: torch.Tensor
     page_table: torch.Tensor
     dense: Decision
+    max_length: int
     cu_queries: torch.Tensor | None = None
     cu_keys: torch.Tensor | None = None
     prefix_slots: torch.Tensor | None = None
+    _all: torch.Tensor | None = field(default=None, repr=False)
     _picks: torch.Tensor | None = field(default=None, repr=False)
     _slots: torch.Tensor | None = field(default=None, repr=False)
 
@@ -34,13 +38,29 @@ class StepMetadata:
     def rows(self) -> int:
         return self.lengths.shape[0]
 
+    def every_token(self, k: int) -> torch.Tensor | None:
+        """Picks [R,k] of all tokens that each row sees, when the host knows that no row sees more than k; else None.
+
+        What selection would return, scores or not. One tensor for all layers, so that it is translated once.
+        """
+        if self.max_length > k:
+            return None
+        if self._all is None:
+            positions = torch.arange(k, dtype=torch.int32, device=self.lengths.device)
+            self._all = torch.where(positions < self.lengths.unsqueeze(1), positions, -1)
+        return self._all
+
     def slots_of(self, picks: torch.Tensor) -> torch.Tensor:
         """Token slots [R,k] of picked positions [R,k]; -1 stays.
 
         Layers that reuse picks hand in the very same tensor, so the last translation is kept and compared by identity.
+        On a CPU, columns that the host knows to be -1 in every row are left out.
         """
         if self._picks is not picks:
-            self._slots = select.positions_to_slots(picks, self.page_table, self.row_to_request, page_size=PAGE_SIZE)
+            used = picks
+            if picks is self._all and picks.device.type == "cpu":
+                used = picks[:, : self.max_length]
+            self._slots = select.positions_to_slots(used, self.page_table, self.row_to_request, page_size=PAGE_SIZE)
             self._picks = picks
         return self._slots
 
@@ -63,6 +83,7 @@ def decode_step(
         row_to_request=torch.arange(lengths.shape[0], dtype=torch.int32, device=lengths.device),
         page_table=page_table(req_to_token, requests, max_length),
         dense=dense,
+        max_length=max_length,
     )
 
 
@@ -97,6 +118,7 @@ def extend_step(
         row_to_request=request.to(torch.int32),
         page_table=page_table(req_to_token, requests, max_length),
         dense=dense,
+        max_length=max_length,
     )
     if dense.dense:
         step.cu_queries = _cumulative(extend)

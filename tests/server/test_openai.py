@@ -168,3 +168,14 @@ def test_endpoints(server, client):
     assert model.id == str(server.spec.model.path())
     assert model.max_model_len == 8192
     assert "sglang:prompt_tokens_total" in server.metrics()
+
+
+def test_profiling_leaves_the_server_alive(server, client, tmp_path):
+    options = {"output_dir": str(tmp_path), "num_steps": 2, "activities": ["CPU"]}
+    httpx.post(f"{server.url}/start_profile", json=options, timeout=60).raise_for_status()
+    complete(client, "profiled", tokens=8)
+    assert complete(client, "profiled", tokens=2).usage.completion_tokens == 2
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("*trace*")):
+        assert time.monotonic() < deadline, "no trace was written"
+        time.sleep(0.2)

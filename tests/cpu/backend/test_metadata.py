@@ -76,3 +76,20 @@ def test_slots_follow_the_page_table_and_are_kept_for_layers_that_reuse_picks():
     other = picks.clone()
     other[0, 0] = 7
     assert step.slots_of(other)[0, 0] == table[1, 7]
+
+
+@pytest.mark.parametrize("k", [200, 256])
+def test_rows_that_see_at_most_k_tokens_pick_all_of_them(k):
+    table = token_table(200, 3)
+    lengths = torch.tensor([200, 0, 70])
+    step = metadata.decode_step(table, torch.tensor([1, 2, 0]), lengths, 200, SPARSE_DECODE)
+    picks = step.every_token(k)
+    for row, length in enumerate(lengths.tolist()):
+        assert picks[row].tolist() == [*range(length)] + [-1] * (k - length)
+    assert step.every_token(k) is picks
+    slots = step.slots_of(picks)
+    assert slots[0, :200].tolist() == table[1].tolist()
+    assert slots[2, :70].tolist() == table[0, :70].tolist()
+    assert (slots[1] == -1).all() and (slots[2, 70:] == -1).all()
+    # One token past k: scores decide.
+    assert step.every_token(199) is None
