@@ -15,6 +15,8 @@ from sglang_dsa_plugin import settings, support
 from sglang_dsa_plugin.cache.layouts import FP8, LATENT_LAYOUTS, PAGE_SIZE, LatentLayout, index_token_bytes
 
 KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
+# Operators of a decode step whose implementations differ in what a CUDA graph can record.
+DECODE_OPERATORS = ("index_select_paged", "positions_to_slots", "sparse_mla")
 # SGLang's own backend names whose kernels read the raw 576-byte fp8 row; every other fp8 consumer reads the packed one.
 RAW_FP8_BACKENDS = ("trtllm", "tilelang")
 
@@ -29,7 +31,8 @@ class ServingPlan:
 
     kv_cache_dtype: what SGLang's kv_cache_dtype is set to ("auto" keeps the model's dtype: float32).
     latent: layout of a latent row.  index_key_dtype: dtype of an index key (fp8 e4m3 or the model's).
-    impl: operator implementation by name, for the sparse phase.  reasons: choice -> words.
+    implementations: operator -> implementation by name.  reasons: choice -> words.  capturable: whether a decode step
+    may be recorded in a CUDA graph: none of its operators looks at values on the host.
     """
 
     kv_cache_dtype: str
@@ -38,6 +41,7 @@ class ServingPlan:
     implementations: dict[str, str]
     reasons: dict[str, str] = field(default_factory=dict)
     page_size: int = PAGE_SIZE
+    capturable: bool = False
 
     @property
     def rotate_index(self) -> bool:
@@ -108,12 +112,13 @@ def plan_serving(
     decode_backend: str | None = None,
     device: str = "cpu",
     sm: int | None = None,
+    heads: int | None = None,
 ) -> ServingPlan:
     """Decide for one server.
 
     model_dtype: dtype the model computes in (float32 or bfloat16).  kv_cache_dtype, page_size, prefill_backend,
     decode_backend: SGLang's flags as the user gave them, None when unset.  device: torch device type.  sm: compute
-    capability x 10 on CUDA. Raises Refusal naming the flag and the remedy.
+    capability x 10 on CUDA.  heads: attention heads of one rank. Raises Refusal naming the flag and the remedy.
     """
     if model_dtype not in (torch.bfloat16, torch.float32):
         raise Refusal(
@@ -141,7 +146,8 @@ def plan_serving(
     kv_dtype, resolved = _kv_dtype(kv_cache_dtype, model_dtype)
     latent = latent_layout(kv_dtype, prefill_backend, decode_backend)
     keys = index_key_dtype(model_dtype)
-    choices = operator_choices(device, latent.name, sm)
+    choices = operator_choices(device, latent.name, sm, model_dtype, heads)
+    host_reader = next((op for op in DECODE_OPERATORS if not choices[op].implementation.capturable), None)
     asked = f"--kv-cache-dtype {kv_cache_dtype}"
     reasons = {
         "KV layout": f"{latent.name}, {latent.row_bytes} B a token and layer ({asked}, model in {_name(model_dtype)})",
@@ -150,15 +156,47 @@ def plan_serving(
         "rotation": "on queries and keys, since keys are fp8"
         if keys == FP8
         else "off on both sides, since keys are not fp8",
+        "decode CUDA graph": "off, no CUDA device"
+        if device != "cuda"
+        else "captured"
+        if host_reader is None
+        else f"off, {host_reader}={choices[host_reader].name} reads values on the host",
     } | {op: f"{choice.name} ({choice.reason})" for op, choice in choices.items()}
-    return ServingPlan(resolved, latent, keys, {op: c.name for op, c in choices.items()}, reasons)
+    return ServingPlan(
+        resolved,
+        latent,
+        keys,
+        {op: c.name for op, c in choices.items()},
+        reasons,
+        capturable=device == "cuda" and host_reader is None,
+    )
 
 
-def operator_choices(device: str, layout: str, sm: int | None = None) -> dict[str, support.Choice]:
-    """The implementation of each operator on the serving path, by the support table or SGLANG_DSA_PLUGIN_IMPL."""
-    return {
-        op: support.choose(op, device=device, sm=sm, layout=layout, impl=forced_impl(op))
-        for op in ("index_select_paged", "sparse_mla", "dense_mha")
+def operator_choices(
+    device: str, layout: str, sm: int | None = None, dtype: torch.dtype | None = None, heads: int | None = None
+) -> dict[str, support.Choice]:
+    """The implementation of each operator on the serving path, by the support table or SGLANG_DSA_PLUGIN_IMPL.
+
+    "sparse_mla" is decode's, "sparse_mla_prefill" that of calls with many rows. dtype: of the model; heads: of a rank.
+    """
+
+    def choose(operator: str, rows: int) -> support.Choice:
+        attends = operator in ("sparse_mla", "dense_mha")
+        return support.choose(
+            operator,
+            device=device,
+            impl=forced_impl(operator),
+            sm=sm,
+            layout=layout,
+            heads=heads if attends else None,
+            dtype=dtype if attends else None,
+            rows=rows,
+        )
+
+    many = support.MANY_ROWS
+    return {op: choose(op, 1) for op in DECODE_OPERATORS} | {
+        "sparse_mla_prefill": choose("sparse_mla", many),
+        "dense_mha": choose("dense_mha", many),
     }
 
 

@@ -12,14 +12,32 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 _TORCH = "sglang_dsa_plugin.kernels.torch_impl"
 _TRITON = "sglang_dsa_plugin.kernels.triton"
+
+
+# From here on a call is a prefill in the eyes of kernels that do not split one row over the GPU.
+MANY_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of an operator; None where it does not matter or is not known yet."""
+
+    device: str
+    sm: int | None = None
+    layout: str | None = None
+    heads: int | None = None
+    k: int | None = None
+    dtype: torch.dtype | None = None
+    many_rows: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -34,6 +52,10 @@ class Implementation:
     sm: compute capabilities as 10 * major + minor; None when any will do.
     layouts, heads: accepted values; None when any will do.
     max_k: largest number of picks; None when unbounded.
+    dtypes: of q; None when any will do.
+    package: module of the kernel package it needs.
+    many_rows: only worth it, and only offered, from MANY_ROWS query rows on (a prefill).
+    capturable: a CUDA graph may record it: it reads no values on the host, and its shapes follow from its arguments'.
     note: why the row exists or where it stops, shown by the doctor.
     """
 
@@ -45,10 +67,15 @@ class Implementation:
     layouts: frozenset[str] | None = None
     heads: frozenset[int] | None = None
     max_k: int | None = None
+    dtypes: frozenset[torch.dtype] | None = None
+    package: str | None = None
+    many_rows: bool = False
+    capturable: bool = False
     note: str = ""
 
-    def why_not(self, device: str, sm: int | None, layout: str | None, heads: int | None, k: int | None) -> str | None:
+    def why_not(self, asked: Request) -> str | None:
         """The first reason why this row cannot serve the request, or None when it can."""
+        device, sm, layout, heads, k = asked.device, asked.sm, asked.layout, asked.heads, asked.k
         if device not in self.devices:
             return f"runs on {'/'.join(sorted(self.devices))}, not on {device}"
         if self.sm is not None and device == "cuda" and sm not in self.sm:
@@ -59,6 +86,13 @@ class Implementation:
             return f"takes {'/'.join(map(str, sorted(self.heads)))} heads, not {heads}"
         if self.max_k is not None and k is not None and k > self.max_k:
             return f"takes k up to {self.max_k}, not {k}"
+        if self.dtypes is not None and asked.dtype is not None and asked.dtype not in self.dtypes:
+            names = "/".join(sorted(str(d).removeprefix("torch.") for d in self.dtypes))
+            return f"takes {names}, not {str(asked.dtype).removeprefix('torch.')}"
+        if self.many_rows and asked.many_rows is False:
+            return f"worth it from {MANY_ROWS} rows on"
+        if self.package is not None and not _installed(self.package):
+            return f"{self.package} is not installed"
         return None
 
     def load(self) -> Callable[..., Any]:
@@ -97,6 +131,7 @@ def _triton_indexer_row(operator: str, module: str, function: str, **features: A
         f"{_TRITON}.{module}:{function}",
         devices=frozenset({"cuda"}),
         sm=_INDEXER_SMS,
+        capturable=True,
         note="Triton; run on SM 9.0, compiled for 8.0, 8.6, 8.9, 10.0 and 12.0",
         **features,
     )
@@ -129,8 +164,6 @@ _TORCH_ROWS = [
     _torch_row("latent_rows_move", "latent_rows", "move"),
 ]
 
-# Behind torch, so asked for by name only: they pass their tests in the interpreter, but in their present form not every
-# case has been run on a GPU.
 _TRITON_ROWS = [
     _triton_indexer_row("index_scores_ragged", "index_scores", "ragged", heads=_INDEX_HEADS),
     _triton_indexer_row("index_scores_paged", "index_scores", "paged", heads=_INDEX_HEADS),
@@ -148,11 +181,43 @@ _TRITON_ROWS = [
         sm=_INDEXER_SMS,
         layouts=frozenset({"bf16_1152", "fp8_656", "fp8_576"}),
         heads=frozenset(range(1, 129)),
+        capturable=True,
         note="Triton, on SM 9.0 Gluon up to 32 heads; run on SM 9.0, compiled for 8.0, 8.6, 8.9, 10.0 and 12.0",
     ),
 ]
 
-_ROWS: list[Implementation] = [*_TORCH_ROWS, *_TRITON_ROWS]
+_VENDOR = "sglang_dsa_plugin.kernels.vendor"
+_BF16 = frozenset({torch.bfloat16})
+
+_VENDOR_ROWS = [
+    Implementation(
+        "sparse_mla",
+        "flash_mla",
+        f"{_VENDOR}.flash_mla:sparse_mla",
+        devices=frozenset({"cuda"}),
+        sm=frozenset({90}),
+        layouts=frozenset({"bf16_1152"}),
+        heads=frozenset(range(49, 129)),
+        dtypes=_BF16,
+        package="flash_mla",
+        many_rows=True,
+        capturable=True,
+        note="FlashMLA sparse prefill, which computes 64 or 128 heads; ours computes fewer without padding",
+    ),
+    Implementation(
+        "dense_mha",
+        "fa3",
+        f"{_VENDOR}.fa3:dense_mha",
+        devices=frozenset({"cuda"}),
+        sm=frozenset({80, 86, 87, 89, 90}),
+        dtypes=_BF16,
+        package="sgl_kernel",
+        note="FlashAttention 3 as sgl-kernel builds it; run on SM 9.0",
+    ),
+]
+
+# Kernels first: torch is what remains for other devices, dtypes and sizes.
+_ROWS: list[Implementation] = [*_VENDOR_ROWS, *_TRITON_ROWS, *_TORCH_ROWS]
 
 
 def rows(operator: str | None = None) -> tuple[Implementation, ...]:
@@ -183,8 +248,10 @@ def choose(
     layout: str | None = None,
     heads: int | None = None,
     k: int | None = None,
+    dtype: torch.dtype | None = None,
+    rows: int | None = None,
 ) -> Choice:
-    """Pick the implementation of `operator` for this device and these features.
+    """Pick the implementation of `operator` for this device and these features (dtype: of q; rows: query rows).
 
     `impl` forces a row by name. Raises ValueError when the operator is unknown, when a forced row does not exist or
     cannot run here (with its reason), or when no row can.
@@ -193,7 +260,8 @@ def choose(
     kind = kind.split(":")[0]
     if kind == "cuda" and sm is None:
         sm = _device_sm(torch.device(device).index or 0)
-    return _choose(operator, kind, impl, sm, layout, heads, k)
+    many = None if rows is None else rows >= MANY_ROWS
+    return _choose(operator, impl, Request(kind, sm, layout, heads, k, dtype, many))
 
 
 def resolve(
@@ -204,9 +272,7 @@ def resolve(
 
 
 @functools.lru_cache(maxsize=1024)
-def _choose(
-    operator: str, device: str, impl: str | None, sm: int | None, layout: str | None, heads: int | None, k: int | None
-) -> Choice:
+def _choose(operator: str, impl: str | None, asked: Request) -> Choice:
     candidates = rows(operator)
     if not candidates:
         known = ", ".join(sorted({r.operator for r in _ROWS}))
@@ -218,11 +284,12 @@ def _choose(
                 f"{operator}: impl={impl!r} does not exist; it has {', '.join(r.name for r in candidates)}"
             )
         candidates = tuple(named)
+        asked = replace(asked, many_rows=None)  # a matter of speed, not of what can run
     rejected: dict[str, str] = {}
     for row in candidates:
-        why = row.why_not(device, sm, layout, heads, k)
+        why = row.why_not(asked)
         if why is None:
-            where = device if device != "cuda" else f"cuda {_sm_name(sm)}"
+            where = asked.device if asked.device != "cuda" else f"cuda {_sm_name(asked.sm)}"
             reason = f"asked for by name on {where}" if impl else f"first of the table that serves {where}"
             if rejected:
                 reason += "; passed over: " + "; ".join(f"{n} ({w})" for n, w in rejected.items())
@@ -236,6 +303,11 @@ def _choose(
 def _import_target(target: str) -> Callable[..., Any]:
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+@functools.cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 @functools.cache

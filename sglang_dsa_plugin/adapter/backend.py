@@ -61,6 +61,8 @@ class DsaBackend(AttentionBackend):
             )
         self.config = DsaConfig.from_hf(model_runner.model_config.hf_config)
         self.device = model_runner.device
+        self.model_dtype = model_runner.dtype
+        self.heads = max(1, self.config.num_heads // get_parallel().attn_tp_size)
         self.token_to_kv_pool = pool
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
@@ -131,6 +133,8 @@ class DsaBackend(AttentionBackend):
             rows,
             max(lengths, default=0),
             decision,
+            new_tokens=sum(map(int, extend)),
+            cached_tokens=sum(map(int, prefix)),
         )
         self.paths.count(decision, rows)
         self._metrics.count(decision, rows)
@@ -140,6 +144,25 @@ class DsaBackend(AttentionBackend):
     def get_indexer_metadata(self, layer_id: int, forward_batch: ForwardBatch) -> metadata.StepMetadata | None:
         """The step's metadata for this package's indexer; None on an idle rank."""
         return self.forward_metadata
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Nothing to set up: a captured step makes its metadata inside the graph, in the graph's own memory."""
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """Decode metadata as part of the captured graph, from the runner's static buffers.
+
+        The host knows no lengths at replay, so the page table is as wide as the longest context and short rows are
+        found on the device.
+        """
+        if not forward_batch.forward_mode.is_decode():
+            raise NotImplementedError(f"no CUDA graph is captured for forward mode {forward_batch.forward_mode.name}")
+        self.forward_metadata = metadata.decode_step(
+            self.req_to_token,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            min(self.max_context_len, self.req_to_token.shape[1]),
+            dense_fallback.SPARSE_DECODE,
+        )
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Padded rows of a captured graph read one token of the padding page."""

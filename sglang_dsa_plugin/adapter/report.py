@@ -19,7 +19,9 @@ def serving_line(backend: DsaBackend, pool: DsaPool) -> str:
     keys = pool.index_pages.key_dtype
     layers, indexing = pool.layer_num, sum(pages.shape[0] > 0 for pages in pool.index_pages.buffer)
     config = backend.config
-    choice = plan.operator_choices(str(backend.device), pool.layout.name)
+    choice = plan.operator_choices(
+        str(backend.device), pool.layout.name, dtype=backend.model_dtype, heads=backend.heads
+    )
     return (
         f"sglang-dsa-plugin {__version__} serves {config.architecture}: "
         f"backend={type(backend).__name__} ({'; '.join(f'{op}={c.name}: {c.reason}' for op, c in choice.items())}); "

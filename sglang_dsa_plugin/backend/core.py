@@ -50,6 +50,8 @@ class AttentionCore:
             scale,
             self.layout.name,
             sink=sink,
+            # A kernel stops at a short row's last pick; on a CPU the columns past it are already gone.
+            lengths=step.pick_counts(picks.shape[1]) if q_latent.is_cuda else None,
             impl=self.impl_sparse,
         )
         return out.reshape(out.shape[0], -1, LATENT_DIM).flatten(1)

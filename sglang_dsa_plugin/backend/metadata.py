@@ -33,6 +33,7 @@ class StepMetadata:
     _all: torch.Tensor | None = field(default=None, repr=False)
     _picks: torch.Tensor | None = field(default=None, repr=False)
     _slots: torch.Tensor | None = field(default=None, repr=False)
+    _counts: torch.Tensor | None = field(default=None, repr=False)
 
     @property
     def rows(self) -> int:
@@ -49,6 +50,12 @@ class StepMetadata:
             positions = torch.arange(k, dtype=torch.int32, device=self.lengths.device)
             self._all = torch.where(positions < self.lengths.unsqueeze(1), positions, -1)
         return self._all
+
+    def pick_counts(self, k: int) -> torch.Tensor:
+        """How many of a row's k picks are positions, int32 [R]: they come first. k is the same in all layers."""
+        if self._counts is None:
+            self._counts = self.lengths.clamp(max=k)
+        return self._counts
 
     def slots_of(self, picks: torch.Tensor) -> torch.Tensor:
         """Token slots [R,k] of picked positions [R,k]; -1 stays.
@@ -95,17 +102,20 @@ def extend_step(
     rows: int,
     max_length: int,
     dense: Decision,
+    new_tokens: int | None = None,
+    cached_tokens: int | None = None,
 ) -> StepMetadata:
     """`extend_lens[b]` new tokens after `prefix_lens[b]` cached ones per request (prefill, chunk, mixed batch).
 
     rows: rows of the step, at least sum(extend_lens); the rest is padding. For the dense path also the cumulative
-    lengths and the slots of every request's cached prefix, in request order.
+    lengths and the slots of every request's cached prefix, in request order. new_tokens, cached_tokens: the sums of
+    extend_lens and prefix_lens where the host knows them; without them a GPU is waited for.
     """
     device = extend_lens.device
     batch = extend_lens.shape[0]
     extend = extend_lens.long()
     starts = torch.cumsum(extend, 0) - extend
-    request = torch.repeat_interleave(torch.arange(batch, device=device), extend)
+    request = torch.repeat_interleave(torch.arange(batch, device=device), extend, output_size=new_tokens)
     real = request.shape[0]
     if real > rows:
         raise ValueError(f"extend_step: rows must be at least the {real} new tokens of the batch, got {rows}")
@@ -123,7 +133,7 @@ def extend_step(
     if dense.dense:
         step.cu_queries = _cumulative(extend)
         step.cu_keys = _cumulative(extend + prefix_lens.long())
-        step.prefix_slots = _prefix_slots(req_to_token, requests, prefix_lens.long())
+        step.prefix_slots = _prefix_slots(req_to_token, requests, prefix_lens.long(), cached_tokens)
     return step
 
 
@@ -131,8 +141,10 @@ def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0)).to(torch.int32)
 
 
-def _prefix_slots(req_to_token: torch.Tensor, requests: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
+def _prefix_slots(
+    req_to_token: torch.Tensor, requests: torch.Tensor, prefix: torch.Tensor, total: int | None
+) -> torch.Tensor:
     """Slots of all cached prefix tokens, request after request."""
-    owner = torch.repeat_interleave(torch.arange(prefix.shape[0], device=prefix.device), prefix)
+    owner = torch.repeat_interleave(torch.arange(prefix.shape[0], device=prefix.device), prefix, output_size=total)
     offset = torch.arange(owner.shape[0], device=prefix.device) - (torch.cumsum(prefix, 0) - prefix)[owner]
     return req_to_token[requests.long()[owner], offset]

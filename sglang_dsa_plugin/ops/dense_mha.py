@@ -55,7 +55,7 @@ def dense_mha(
     if q.device.type == "cpu":
         _check_bounds("cu_q", cu_q, tokens)
         _check_bounds("cu_k", cu_k, k.shape[0])
-    run = support.resolve(_OP, device=q.device, impl=impl, heads=heads)
+    run = support.resolve(_OP, device=q.device, impl=impl, heads=heads, dtype=q.dtype)
     return run(q, k, v, cu_q, cu_k, scale, out)
 
 

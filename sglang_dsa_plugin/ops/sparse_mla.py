@@ -57,7 +57,8 @@ def sparse_mla(
         _check.index_tensor(_OP, "lengths", lengths, (rows,), q.device)
     if out is not None:
         _check.tensor(_OP, "out", out, (rows, heads, LATENT_DIM), (q.dtype,), q.device, "q")
-    run = support.resolve(_OP, device=q.device, impl=impl, layout=layout, heads=heads, k=slots.shape[1])
+    features = {"layout": layout, "heads": heads, "k": slots.shape[1], "dtype": q.dtype, "rows": rows}
+    run = support.resolve(_OP, device=q.device, impl=impl, **features)
     return run(q, kv_rows, slots, scale, layout, kv_scale, sink, lengths, out)
 
 

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from sglang_dsa_plugin.tools import smoke
@@ -86,11 +86,22 @@ def make_tiny_model(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def running(launch: Launch, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The server in a process group of its own, stopped as a whole on the way out, whatever the way."""
+def running(
+    launch: Launch, log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The server in a process group of its own, stopped as a whole on the way out, whatever the way.
+
+    environment: variables to set besides this process's own.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
-        server = subprocess.Popen(launch.command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        server = subprocess.Popen(
+            launch.command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )
     try:
         yield server
     finally:

@@ -1,6 +1,7 @@
 """The support table: every row loads, choices carry reasons, refusals name what is wrong."""
 
 import pytest
+import torch
 
 from sglang_dsa_plugin import support
 from sglang_dsa_plugin.support import Implementation
@@ -29,7 +30,7 @@ def test_operators_all_run_on_a_cpu():
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="unknown operator 'nothing'"):
         support.choose("nothing", device="cpu")
-    with pytest.raises(ValueError, match="impl='cuda' does not exist; it has torch, triton"):
+    with pytest.raises(ValueError, match="impl='cuda' does not exist; it has triton, torch"):
         support.choose("topk", device="cpu", impl="cuda")
 
 
@@ -45,6 +46,12 @@ def fast(**features) -> Implementation:
         ({"layouts": frozenset({"fp8_656"})}, {"device": "cpu", "layout": "bf16_1152"}, "reads fp8_656, not bf16_1152"),
         ({"heads": frozenset({64, 128})}, {"device": "cpu", "heads": 16}, "takes 64/128 heads, not 16"),
         ({"max_k": 2048}, {"device": "cpu", "k": 2049}, "takes k up to 2048, not 2049"),
+        (
+            {"dtypes": frozenset({torch.bfloat16})},
+            {"device": "cpu", "dtype": torch.float32},
+            "takes bfloat16, not float32",
+        ),
+        ({"package": "no_such_package"}, {"device": "cpu"}, "no_such_package is not installed"),
     ],
 )
 def test_a_row_that_cannot_serve_is_passed_over_with_its_reason(own_rows, features, asked, why):
@@ -61,3 +68,32 @@ def test_registering_puts_a_row_first_once(own_rows):
     support.register(fast(), before="torch")
     assert [row.name for row in support.rows("sparse_mla")] == ["fast", "torch"]
     assert support.choose("sparse_mla", device="cpu").name == "fast"
+
+
+def test_a_kernel_for_many_rows_is_left_out_below_unless_asked_for(own_rows):
+    support.register(fast(many_rows=True), before="torch")
+    few, many = support.MANY_ROWS - 1, support.MANY_ROWS
+    assert support.choose("sparse_mla", device="cpu", rows=few).name == "torch"
+    assert support.choose("sparse_mla", device="cpu", rows=few).rejected == {"fast": f"worth it from {many} rows on"}
+    assert support.choose("sparse_mla", device="cpu", rows=many).name == "fast"
+    assert support.choose("sparse_mla", device="cpu", rows=few, impl="fast").name == "fast"
+
+
+@pytest.mark.parametrize(
+    ("sm", "heads", "layout", "rows", "expected"),
+    [
+        (90, 16, "bf16_1152", 4096, "triton"),
+        (90, 128, "bf16_1152", 4096, "flash_mla"),
+        (90, 64, "bf16_1152", 64, "triton"),
+        (90, 128, "fp8_656", 4096, "triton"),
+        (80, 128, "bf16_1152", 4096, "triton"),
+        (120, 16, "fp8_656", 1, "triton"),
+        (90, 16, "fp32_2304", 1, "torch"),
+        (75, 16, "bf16_1152", 1, "torch"),
+    ],
+)
+def test_sparse_attention_by_gpu(sm, heads, layout, rows, expected):
+    dtype = torch.float32 if layout == "fp32_2304" else torch.bfloat16
+    choice = support.choose("sparse_mla", device="cuda", sm=sm, layout=layout, heads=heads, rows=rows, dtype=dtype)
+    assert choice.name == expected
+    assert choice.implementation.capturable == (expected != "torch")

@@ -88,13 +88,15 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
         prefill_backend=user.get("dsa_prefill_backend"),
         decode_backend=user.get("dsa_decode_backend"),
         device="cuda" if torch.cuda.is_available() else "cpu",
+        heads=max(1, dsa.num_heads // resolving_view(server_args).tp_size),
     )
     declare_resolution(
         server_args, SOURCE, kv_cache_dtype="bfloat16", dsa_prefill_backend=KERNELS, dsa_decode_backend=KERNELS
     )
     with _capability_shield():
         previous(server_args)
-    declare_resolution(server_args, SOURCE, kv_cache_dtype=serving.kv_cache_dtype, **_graphs_off(server_args))
+    graphs = _captured_phases(server_args, serving)
+    declare_resolution(server_args, SOURCE, kv_cache_dtype=serving.kv_cache_dtype, cuda_graph_config=graphs)
     if user.get("chunked_prefill_size") is None and not torch.cuda.is_available():
         declare_resolution(server_args, SOURCE, **_first_chunk_dense(server_args, dsa.index_topk))
     logger.info("sglang-dsa-plugin plan: %s", serving.describe())
@@ -136,14 +138,18 @@ def _user_values(server_args: Any) -> dict[str, Any]:
     return server_args._raw_input
 
 
-def _graphs_off(server_args: Any) -> dict[str, Any]:
-    """The torch operators read lengths on the host now and then, so nothing is captured yet."""
+def _captured_phases(server_args: Any, serving: plan.ServingPlan) -> Any:
+    """SGLang's CUDA graph settings without the phases that cannot be captured.
+
+    Decode is captured where every operator runs without a look at values on the host. Prefill stays outside: dense or
+    sparse is chosen batch by batch, from lengths.
+    """
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
-    graphs = resolving_view(server_args).cuda_graph_config
-    for phase in (Phase.PREFILL, Phase.DECODE):
-        graphs = with_phase(graphs, phase, backend=Backend.DISABLED)
-    return {"cuda_graph_config": graphs}
+    graphs = with_phase(resolving_view(server_args).cuda_graph_config, Phase.PREFILL, backend=Backend.DISABLED)
+    if not serving.capturable:
+        graphs = with_phase(graphs, Phase.DECODE, backend=Backend.DISABLED)
+    return graphs
 
 
 def _first_chunk_dense(server_args: Any, index_topk: int) -> dict[str, int]:

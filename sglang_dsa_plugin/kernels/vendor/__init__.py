@@ -1,0 +1,1 @@
+"""Kernels of other packages behind the operator contract: what each needs is stated and converted here."""
