@@ -159,6 +159,8 @@ _TORCH_ROWS = [
     _torch_row("key_pages_store", "key_pages", "store"),
     _torch_row("key_pages_load", "key_pages", "load"),
     _torch_row("key_pages_move", "key_pages", "move"),
+    _torch_row("index_keys_store", "index_front", "store_keys"),
+    _torch_row("index_queries", "index_front", "prepare_queries"),
     _torch_row("latent_rows_store", "latent_rows", "store"),
     _torch_row("latent_rows_load", "latent_rows", "load"),
     _torch_row("latent_rows_move", "latent_rows", "move"),
@@ -171,6 +173,9 @@ _TRITON_ROWS = [
     _triton_indexer_row("topk_slots", "select", "topk_slots", max_k=_INDEX_MAX_K),
     _triton_indexer_row("topk_ragged", "select", "topk_ragged", max_k=_INDEX_MAX_K),
     _triton_indexer_row("positions_to_slots", "select", "positions_to_slots"),
+    _triton_indexer_row("index_keys_store", "index_front", "store_keys"),
+    _triton_indexer_row("index_queries", "index_front", "prepare_queries"),
+    _triton_indexer_row("latent_rows_store", "latent_rows", "store"),
     _triton_indexer_row("index_select_ragged", "index_select", "ragged", heads=_INDEX_HEADS, max_k=_INDEX_MAX_K),
     _triton_indexer_row("index_select_paged", "index_select", "paged", heads=_INDEX_HEADS, max_k=_INDEX_MAX_K),
     Implementation(

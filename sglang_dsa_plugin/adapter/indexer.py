@@ -105,7 +105,13 @@ class DsaIndexer(torch.nn.Module):
             is_neox_style=is_neox_style,
         )
         self._impl = plan.forced_impl("index_select_paged")
-        self.token = TokenIndexer(index_n_heads, layout, _float_table(rotary), state.index_key_dtype())
+        self.token = TokenIndexer(
+            index_n_heads,
+            layout,
+            _float_table(rotary),
+            state.index_key_dtype(),
+            plan.forced_impl("index_keys_store"),
+        )
 
     @property
     def topk_output_width(self) -> int:
@@ -138,8 +144,9 @@ class DsaIndexer(torch.nn.Module):
         pages = get_token_to_kv_pool().index_pages
         local_layer = layer_id - get_token_to_kv_pool().start_layer
         positions = positions.to(torch.int64)
-        key = self.token.keys(self.wk(x)[0], self.k_norm, positions)
-        pages.store(local_layer, forward_batch.out_cache_loc, key.k, key.scale)
+        self.token.store_keys(
+            pages.buffer[local_layer], forward_batch.out_cache_loc, self.wk(x)[0], self.k_norm, positions
+        )
         if not return_indices and get_global_indexer_capturer() is None:
             return None
         picks = step.every_token(self.index_topk)

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_dsa_plugin.cache.layouts import FP8, INDEX_DIM, ROPE_DIM
-from sglang_dsa_plugin.ops import hadamard, quant, rope
+from sglang_dsa_plugin.ops import index_keys, index_queries
 
 
 @dataclass(frozen=True)
@@ -30,50 +29,50 @@ class IndexQuery:
 
 
 @dataclass(frozen=True)
-class IndexKey:
-    """Keys of R tokens as they are cached: k [R,128], scale f32 [R] (None unless fp8)."""
-
-    k: torch.Tensor
-    scale: torch.Tensor | None
-
-
-@dataclass(frozen=True)
 class TokenIndexer:
     """The arithmetic between the projections and the index cache.
 
     heads: index heads H.  rope_layout: "half" or "interleaved".  cos_sin: f32 [max positions, 64].  key_dtype: fp8
-    e4m3 or the model's dtype; fp8 keys and queries are rotated and quantised, others are neither.
+    e4m3 or the model's dtype; fp8 keys and queries are rotated and quantised, others are neither.  impl: implementation
+    by name, None to let the support table choose.
     """
 
     heads: int
     rope_layout: str
     cos_sin: torch.Tensor
     key_dtype: torch.dtype
+    impl: str | None = None
 
-    @property
-    def quantised(self) -> bool:
-        return self.key_dtype == FP8
+    def store_keys(
+        self,
+        pages: torch.Tensor,
+        slots: torch.Tensor,
+        projected: torch.Tensor,
+        norm: torch.nn.Module,
+        positions: torch.Tensor,
+    ) -> None:
+        """Keys from wk's output [R,128] into the layer's index pages at slots [R].
 
-    def keys(self, projected: torch.Tensor, norm: torch.nn.Module, positions: torch.Tensor) -> IndexKey:
-        """Index keys from wk's output [R,128]: norm in float32, rope, rotation and quantisation for fp8."""
-        key = norm(projected.float())
-        key = self._turn(key, positions)
-        if self.quantised:
-            return IndexKey(*quant.quantize_keys(key))
-        return IndexKey(key.to(self.key_dtype), None)
+        norm: a LayerNorm with bias or an RMSNorm, its parameters in float32.
+        """
+        bias = getattr(norm, "bias", None)
+        index_keys.store(
+            pages,
+            slots,
+            projected,
+            norm.weight,
+            bias,
+            norm.eps,
+            positions,
+            self.cos_sin,
+            self.rope_layout,
+            impl=self.impl,
+        )
 
     def queries(self, projected: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor) -> IndexQuery:
         """Index queries from wq_b's output [R, H*128] and the head weights f32 [R,H]."""
-        rows = projected.shape[0]
-        query = self._turn(projected.view(rows, self.heads, INDEX_DIM).float(), positions)
-        gate = weights.float() * (self.heads**-0.5 * INDEX_DIM**-0.5)
-        if not self.quantised:
-            return IndexQuery(query.to(self.key_dtype), gate)
-        values, scale = quant.quantize_keys(query.view(rows * self.heads, INDEX_DIM))
-        return IndexQuery(values.view(rows, self.heads, INDEX_DIM), gate * scale.view(rows, self.heads))
-
-    def _turn(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rope on the first 64 values, then the rotation where keys are fp8; x [R,...,128] float32."""
-        turned = rope.apply(x[..., :ROPE_DIM], positions, self.cos_sin, self.rope_layout)
-        x = torch.cat([turned, x[..., ROPE_DIM:]], dim=-1)
-        return hadamard.rotate(x) if self.quantised else x
+        return IndexQuery(
+            *index_queries.prepare(
+                projected, weights, positions, self.cos_sin, self.rope_layout, self.key_dtype, impl=self.impl
+            )
+        )

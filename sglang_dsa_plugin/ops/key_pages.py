@@ -35,7 +35,7 @@ def store(
     Raises ValueError for arguments that do not fit each other, or on a CPU for a slot out of range.
     """
     op = "key_pages.store"
-    scaled = _check_pages(op, pages)
+    scaled = check_pages(op, pages)
     _check.index_tensor(op, "slots", slots, (None,), pages.device)
     _check.tensor(op, "k", k, (slots.shape[0], INDEX_DIM), (FP8 if scaled else pages.dtype,), pages.device)
     if scaled:
@@ -52,7 +52,7 @@ def load(pages: torch.Tensor, slots: torch.Tensor, impl: str | None = None) -> t
     Raises ValueError for arguments that do not fit each other, or on a CPU for a slot out of range.
     """
     op = "key_pages.load"
-    _check_pages(op, pages)
+    check_pages(op, pages)
     _check.index_tensor(op, "slots", slots, (None,), pages.device)
     check_slots(op, "slots", slots, pages.shape[0] * PAGE_SIZE)
     return support.resolve("key_pages_load", device=pages.device, impl=impl)(pages, slots)
@@ -64,7 +64,7 @@ def move(pages: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, impl: str | 
     Raises ValueError for arguments that do not fit each other, or on a CPU for a slot out of range.
     """
     op = "key_pages.move"
-    _check_pages(op, pages)
+    check_pages(op, pages)
     _check.index_tensor(op, "src", src, (None,), pages.device)
     _check.index_tensor(op, "dst", dst, (src.shape[0],), pages.device)
     check_slots(op, "src", src, pages.shape[0] * PAGE_SIZE)
@@ -82,7 +82,7 @@ def check_slots(operator: str, argument: str, slots: torch.Tensor, count: int) -
         _check.fail(operator, argument, f"-1 or in [0, {count})", wrong[:8].tolist())
 
 
-def _check_pages(operator: str, pages: torch.Tensor) -> bool:
+def check_pages(operator: str, pages: torch.Tensor) -> bool:
     """Check pages of either kind; True when they are fp8 with scales."""
     if isinstance(pages, torch.Tensor) and pages.dtype == torch.uint8:
         _check.tensor(operator, "pages", pages, (None, INDEX_PAGE_BYTES))

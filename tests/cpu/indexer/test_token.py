@@ -1,15 +1,32 @@
 """Indexer arithmetic between the projections and the cache, against float64 written from the formula."""
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from sglang_dsa_plugin.cache.layouts import FP8
-from sglang_dsa_plugin.indexer.token import IndexKey, TokenIndexer
-from sglang_dsa_plugin.ops import quant
+from sglang_dsa_plugin.cache.layouts import FP8, index_page_shape
+from sglang_dsa_plugin.indexer.token import TokenIndexer
+from sglang_dsa_plugin.ops import key_pages, quant
 
 HEADS = 4
+
+
+class Keys(NamedTuple):
+    """Keys [R,128] as they are cached, scale [R] (None unless fp8)."""
+
+    k: torch.Tensor
+    scale: torch.Tensor | None
+
+
+def keys_of(indexer, projected, norm, positions) -> Keys:
+    """Stored in fresh pages and read back, the newest first."""
+    shape, dtype = index_page_shape(indexer.key_dtype)
+    pages = torch.zeros((2, *shape), dtype=dtype)
+    slots = torch.arange(len(projected)).flip(0)
+    indexer.store_keys(pages, slots, projected, norm, positions)
+    return Keys(*key_pages.load(pages, slots))
 
 
 def rope_table(positions: int = 4096, theta: float = 1e4) -> torch.Tensor:
@@ -79,7 +96,7 @@ def test_float32_scores_equal_the_formula(layout, kind):
     q, w, k, positions = inputs()
     norm = random_norm(kind)
     indexer = TokenIndexer(HEADS, layout, rope_table(), torch.float32)
-    got = scores(indexer.queries(q, w, positions), indexer.keys(k, norm, positions))
+    got = scores(indexer.queries(q, w, positions), keys_of(indexer, k, norm, positions))
     want = oracle_scores(q, w, k, norm, positions, layout)
     assert (got - want).abs().max() < 1e-5 * want.abs().max()
 
@@ -93,7 +110,7 @@ def test_wrong_layout_on_one_side_is_caught(layout):
     wrong = TokenIndexer(HEADS, "half" if layout == "interleaved" else "interleaved", rope_table(), torch.float32)
     want = oracle_scores(q, w, k, norm, positions, layout)
     for query, key in ((wrong, right), (right, wrong)):
-        got = scores(query.queries(q, w, positions), key.keys(k, norm, positions))
+        got = scores(query.queries(q, w, positions), keys_of(key, k, norm, positions))
         assert (got - want).abs().max() > 1e-2 * want.abs().max()
 
 
@@ -102,7 +119,7 @@ def test_key_norm_uses_its_own_epsilon():
     _, _, k, positions = inputs(scale=1e-3)
     norm = random_norm("layer")
     indexer = TokenIndexer(HEADS, "half", rope_table(), torch.float32)
-    got = indexer.keys(k, norm, positions).k.double()
+    got = keys_of(indexer, k, norm, positions).k.double()
     want = oracle_rope(oracle_norm(k, norm, 1e-6), positions, "half")
     other = oracle_rope(oracle_norm(k, norm, 1e-5), positions, "half")
     assert (got - want).abs().max() < 1e-4 < 0.1 < (other - want).abs().max()
@@ -124,14 +141,14 @@ def test_fp8_rotates_both_sides_and_stays_near():
     k[:, 5] *= 40  # an outlier channel, which is what the rotation is for
     norm = random_norm("layer")
     indexer = TokenIndexer(HEADS, "half", rope_table(), FP8)
-    query, key = indexer.queries(q, w, positions), indexer.keys(k, norm, positions)
+    query, key = indexer.queries(q, w, positions), keys_of(indexer, k, norm, positions)
     assert query.q.dtype == FP8 and key.k.dtype == FP8
     want = oracle_scores(q, w, k, norm, positions, "half")
     error = (scores(query, key) - want).abs()
     # e4m3 rounds by at most 2^-4 relative, 0.018 rms; query and key together 0.026 of the dot product's length.
     assert error.mean() < 0.05 * want.abs().mean()
     unrotated = quant.quantize_keys(oracle_rope(oracle_norm(k, norm), positions, "half").float())
-    one_sided = (scores(query, IndexKey(*unrotated)) - want).abs()
+    one_sided = (scores(query, Keys(*unrotated)) - want).abs()
     assert one_sided.mean() > 0.5 * want.abs().mean()
     assert all(math.log2(s) == round(math.log2(s)) for s in key.scale.tolist())
 

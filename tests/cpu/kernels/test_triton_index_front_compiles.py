@@ -1,0 +1,54 @@
+"""The kernels that store keys and rows and prepare queries compile, without a GPU, for every target."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from sglang_dsa_plugin.cache.layouts import LATENT_DIM
+from sglang_dsa_plugin.kernels.triton import e4m3, index_front, latent_rows
+from tests.cpu.kernels.test_triton_index_compiles import SHARED, compiled, gpu_of
+
+pytestmark = pytest.mark.full
+
+FLOATS = {"projected": "*bf16", "weight": "*fp32", "bias": "*fp32", "cos_sin": "*fp32", "eps": "fp32"}
+INDICES = {"positions": "*i64", "slots": "*i64"}
+
+
+def constants(name, layout, fp8):
+    return {
+        "HALF": layout == "half",
+        "FP8_KEYS": fp8,
+        "CVT": e4m3.has_cvt(gpu_of(name)),
+        "TILE": index_front.TILE,
+        "DIM": 128,
+        "ROPE": 64,
+        "NORM": 128**-0.5,
+    }
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize(("layout", "fp8"), [("half", True), ("interleaved", False)])
+def test_keys(name, layout, fp8):
+    with_scale = {"pages": "*u8" if fp8 else "*bf16", "scales": "*fp32" if fp8 else "*bf16"}
+    fixed = constants(name, layout, fp8) | {"LAYER": fp8, "PAGE": 64}
+    compiled(index_front.keys_kernel, name, fixed, index_front.WARPS, **FLOATS, **INDICES, **with_scale)
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize(("layout", "fp8"), [("half", True), ("interleaved", False)])
+def test_queries(name, layout, fp8):
+    types = {"weights": "*fp32", "q": "*u8" if fp8 else "*bf16", "gate": "*fp32", "gate_factor": "fp32"}
+    fixed = constants(name, layout, fp8) | {"HEADS": 64}
+    compiled(index_front.queries_kernel, name, fixed, index_front.WARPS, **FLOATS, **INDICES, **types)
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize(
+    ("kind", "rows", "scales", "turned"),
+    [("cast", "*bf16", "*bf16", "*bf16"), ("blocks", "*u8", "*fp32", "*bf16"), ("unit", "*u8", "*u8", "*u8")],
+)
+def test_latent_rows(name, kind, rows, scales, turned):
+    fixed = {"KIND": kind, "BLOCKS": LATENT_DIM // 128, "BLOCK": 128, "ROPE": 64, "SCALES_AT": 128, "ROPE_AT": 264}
+    fixed["CVT"] = e4m3.has_cvt(gpu_of(name))
+    types = {"latent": "*bf16", "rope": "*bf16", "rows": rows, "scales": scales, "turned": turned, "kv_scale": "fp32"}
+    compiled(latent_rows.store_kernel, name, fixed, 1, **INDICES, **types)
