@@ -91,6 +91,17 @@ def exact_keys(rows, seed=0):
     return KeyInputs(signs * sizes, weight, bias, 0.0, torch.zeros(rows, dtype=torch.int64), rope_table(4), "half")
 
 
+def e4m3_borders():
+    """f32 [3, 512]: every e4m3 value, the middles between neighbours, the f32 numbers next to those, and what saturates
+    or is no number; all with both signs.
+    """
+    codes = torch.arange(127, dtype=torch.uint8).view(FP8).float()
+    middles = (codes[1:] + codes[:-1]) / 2
+    odd = torch.tensor([448.1, 464, 465, 1e30, torch.inf, torch.nan, 2**-11, 1e-30])
+    values = torch.cat((odd, codes, middles, middles.nextafter(codes[1:]), middles.nextafter(codes[:-1])))
+    return torch.cat((values, -values, torch.zeros(3 * 512 - 2 * len(values)))).view(3, 512)
+
+
 def assert_stored(got, scale, want):
     """got [..., 128] as stored (e4m3 with `scale` [...], or a float dtype) against fp64 `want`.
 

@@ -1,0 +1,145 @@
+"""The Triton kernels that store keys and rows and prepare queries, in Triton's interpreter, against torch and fp64.
+
+The interpreter must be chosen before Triton is imported, so the tests run in a process of their own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_dsa_plugin import support
+from sglang_dsa_plugin.cache.layouts import FP8, LATENT_LAYOUTS
+from sglang_dsa_plugin.kernels.torch_impl import index_front as torch_front
+from sglang_dsa_plugin.kernels.torch_impl import latent_rows as torch_rows
+from sglang_dsa_plugin.ops import latent_rows, quant
+from tests.cpu.ops import index_front_inputs as data
+
+DTYPES = (FP8, torch.bfloat16, torch.float32)
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+
+    def test_in_the_interpreter():
+        root = Path(__file__).parents[3]
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).relative_to(root))],
+            cwd=root,
+            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "2"},
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+
+    @pytest.mark.parametrize("operator", ["index_keys_store", "index_queries", "latent_rows_store"])
+    def test_a_gpu_takes_them_before_torch_and_a_cpu_never(operator):
+        for sm in (80, 86, 89, 90, 100, 120):
+            assert support.choose(operator, device="cuda", sm=sm).name == "triton"
+        assert support.choose(operator, device="cuda", sm=75).name == "torch"
+        assert support.choose(operator, device="cpu").name == "torch"
+
+else:
+    from sglang_dsa_plugin.kernels.triton import index_front as triton_front
+    from sglang_dsa_plugin.kernels.triton import latent_rows as triton_rows
+    from tests.cpu.kernels import triton_interpreter  # noqa: F401
+
+    @pytest.mark.parametrize("layout", ["half", "interleaved"])
+    @pytest.mark.parametrize("norm", ["layer", "rms"])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("rows", [1, 37])
+    def test_keys(layout, norm, dtype, rows):
+        inputs, slots = data.key_inputs(rows, layout, norm, torch.bfloat16), data.slots_of(rows, 3)
+        pages = data.new_pages(3, dtype)
+        triton_front.store_keys(pages, slots, *inputs.args())
+        data.assert_keys(pages, slots, inputs)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_keys_strided_int32_out_of_range_and_in_a_larger_buffer(dtype):
+        inputs, slots = data.key_inputs(9, "half"), data.slots_of(9, 2)
+        want = data.new_pages(2, dtype)
+        triton_front.store_keys(want, slots, *inputs.args())
+        inputs.projected = torch.cat((torch.ones(9, 40), inputs.projected), dim=1)[:, 40:]
+        inputs.positions = inputs.positions.int()
+        slots[4] = 128
+        buffer = torch.stack((data.new_pages(2, dtype),) * 3, dim=1)
+        triton_front.store_keys(buffer[:, 1], slots.int(), *inputs.args())
+        assert torch.equal(buffer[:, 1], want)
+        assert torch.equal(buffer[:, ::2], torch.stack((data.new_pages(2, dtype),) * 2, dim=1))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_keys_of_zeros_and_huge_values(dtype):
+        inputs, slots = data.key_inputs(6, "interleaved"), torch.arange(6)
+        inputs.projected[0] = 0
+        inputs.projected[1] *= 1e17
+        inputs.projected[2] *= 1e-4
+        inputs.projected[3, 5] = 1e12
+        pages = data.new_pages(1, dtype)
+        triton_front.store_keys(pages, slots, *inputs.args())
+        data.assert_keys(pages, slots, inputs)
+
+    def test_bytes_of_keys_where_every_step_is_exact():
+        inputs, slots = data.exact_keys(40), data.slots_of(40, 1)
+        pages, want = data.new_pages(1, FP8), data.new_pages(1, FP8)
+        triton_front.store_keys(pages, slots, *inputs.args())
+        torch_front.store_keys(want, slots, *inputs.args())
+        assert torch.equal(pages, want)
+
+    @pytest.mark.parametrize("layout", ["half", "interleaved"])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(("rows", "heads"), [(1, 64), (5, 5), (23, 16)])
+    def test_queries(layout, dtype, rows, heads):
+        inputs = data.query_inputs(rows, heads, layout, torch.bfloat16)
+        q, gate = triton_front.prepare_queries(*inputs, dtype)
+        data.assert_queries(q, gate, inputs)
+        if dtype != FP8:
+            assert torch.equal(q, torch_front.prepare_queries(*inputs, dtype)[0])
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_queries_strided_zeros_and_huge_values(dtype):
+        inputs = data.query_inputs(6, 4, "interleaved")
+        inputs[0][0], inputs[0][1] = 0, inputs[0][1] * 1e30
+        inputs[0][2], inputs[0][3, 7] = inputs[0][2] * 1e-8, 1e12
+        projected, weights, positions, *rest = inputs
+        wide = torch.cat((torch.ones(6, 24), projected, weights), dim=1)
+        q, gate = triton_front.prepare_queries(wide[:, 24:-4], wide[:, -4:], positions.int(), *rest, dtype)
+        data.assert_queries(q, gate, inputs)
+
+    def test_bytes_of_queries_where_every_step_is_exact():
+        inputs = data.exact_queries(10, 8)
+        got, want = (f.prepare_queries(*inputs, FP8) for f in (triton_front, torch_front))
+        assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8)) and torch.equal(got[1], want[1])
+
+    def test_queries_that_are_no_numbers_spoil_their_own_head_only():
+        inputs = data.query_inputs(2, 3, "half")
+        inputs[0][0, 5], inputs[0][1, 128 + 100] = torch.nan, torch.inf
+        (q, gate), (want, want_gate) = (f.prepare_queries(*inputs, FP8) for f in (triton_front, torch_front))
+        assert torch.equal(q.float().isnan(), want.float().isnan()) and torch.equal(gate, want_gate)
+        assert (q[1, 1].float().abs() == 448).all()
+
+    @pytest.mark.parametrize("layout", LATENT_LAYOUTS)
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    def test_latent_rows(layout, dtype):
+        g = data.generator()
+        latent, rope = torch.randn(40, 512, generator=g).to(dtype), torch.randn(40, 64, generator=g).to(dtype)
+        latent[3], latent[5, 130], latent[6] = 0, 1e20, latent[6] * 1e-6
+        spec, slots = LATENT_LAYOUTS[layout], torch.randperm(101, generator=g)[:40]
+        slots[::6], slots[3] = -1, 101
+        pool = torch.full((101, 3, spec.width * spec.dtype.itemsize), 7, dtype=torch.uint8)
+        want = pool.clone()
+        triton_rows.store(pool.view(spec.dtype)[:, 1], slots.int(), latent, rope, layout, 0.37)
+        slots[3] = -1
+        latent_rows.reference_store(want.view(spec.dtype)[:, 1], slots, latent, rope, layout, 0.37)
+        assert torch.equal(pool, want)
+
+    def test_every_e4m3_code_its_borders_and_what_is_no_number():
+        latent = data.e4m3_borders()
+        rows, want = (torch.zeros(3, 576, dtype=torch.uint8).view(FP8) for _ in range(2))
+        args = (torch.arange(3), latent, latent[:, :64], "fp8_576", 1.0)
+        triton_rows.store(rows, *args)
+        torch_rows.store(want, *args)
+        nan = want.float().isnan()
+        assert torch.equal(rows.float().isnan(), nan) and nan.any()
+        assert torch.equal(rows.view(torch.uint8)[~nan], want.view(torch.uint8)[~nan])
+        assert torch.equal(rows.float()[~nan], quant.reference_e4m3(torch.cat(args[1:3], 1).double()).float()[~nan])
