@@ -14,6 +14,7 @@ import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, unwrap_write_loc
 
+from sglang_dsa_plugin import plan
 from sglang_dsa_plugin.adapter import state
 from sglang_dsa_plugin.cache.index_pages import IndexPages, pages_for
 from sglang_dsa_plugin.cache.layouts import FP8, LATENT_DIM, LATENT_LAYOUTS, PAGE_SIZE, ROPE_DIM, LatentLayout
@@ -30,6 +31,7 @@ class DsaPool(DSATokenToKVPool):
         if self.page_size != PAGE_SIZE:
             raise ValueError(f"DsaPool: page_size must be {PAGE_SIZE}, got {self.page_size}; leave --page-size out")
         self.layout = _layout_of(self.dtype, self.kv_cache_dim)
+        self._impl_store = plan.forced_impl("latent_rows_store")
         super()._create_buffers()
         # Views in the layout's dtype, made once: SGLang stores fp8 as bytes.
         self._rows = [buffer.view(self.layout.dtype).view(-1, self.layout.width) for buffer in self.kv_buffer]
@@ -57,7 +59,12 @@ class DsaPool(DSATokenToKVPool):
     ) -> None:
         rows = dst_buffer.view(self.layout.dtype).view(-1, self.layout.width)
         latent_rows.store(
-            rows, loc, cache_k_nope.reshape(-1, LATENT_DIM), cache_k_rope.reshape(-1, ROPE_DIM), self.layout.name
+            rows,
+            loc,
+            cache_k_nope.reshape(-1, LATENT_DIM),
+            cache_k_rope.reshape(-1, ROPE_DIM),
+            self.layout.name,
+            impl=self._impl_store,
         )
 
     def set_kv_buffer(
@@ -72,7 +79,8 @@ class DsaPool(DSATokenToKVPool):
         layer_id = layer.layer_id if layer_id_override is None else layer_id_override
         loc, _, _ = unwrap_write_loc(loc_info)
         nope, rope = cache_k.reshape(-1, LATENT_DIM + ROPE_DIM).split([LATENT_DIM, ROPE_DIM], dim=-1)
-        latent_rows.store(self._rows[layer_id - self.start_layer], loc, nope, rope, self.layout.name)
+        rows = self._rows[layer_id - self.start_layer]
+        latent_rows.store(rows, loc, nope, rope, self.layout.name, impl=self._impl_store)
 
     def get_mla_kv_buffer(
         self, layer: Any, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
