@@ -156,6 +156,7 @@ _TORCH_ROWS = [
     _torch_row("index_select_paged", "index_select", "paged"),
     _torch_row("sparse_mla", "sparse_mla", "sparse_mla"),
     _torch_row("dense_mha", "dense_mha", "dense_mha"),
+    _torch_row("masked_mha", "masked_mha", "masked_mha"),
     _torch_row("key_pages_store", "key_pages", "store"),
     _torch_row("key_pages_load", "key_pages", "load"),
     _torch_row("key_pages_move", "key_pages", "move"),

@@ -5,6 +5,9 @@ Every message names the operator, the argument, what was expected and what came.
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import torch
 
 
@@ -61,3 +64,39 @@ def one_of(operator: str, argument: str, value: object, allowed: tuple[object, .
     """Check membership in a short list."""
     if value not in allowed:
         fail(operator, argument, "one of " + ", ".join(map(str, allowed)), value)
+
+
+def multi_head(
+    operator: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None,
+) -> None:
+    """Check what attention on expanded keys and values takes: q [T, H, Dqk], k [S, H, Dqk], v [S, H, Dv], out
+    [T, H, Dv] of one float dtype, cu_q and cu_k [B + 1] (on a CPU also that they rise from 0 to T and S), scale.
+    """
+    tensor(operator, "q", q, (None, None, None), (torch.bfloat16, torch.float32, torch.float16))
+    tokens, heads, width = q.shape
+    tensor(operator, "k", k, (None, heads, width), (q.dtype,), q.device, "q")
+    tensor(operator, "v", v, (k.shape[0], heads, None), (q.dtype,), q.device, "q")
+    index_tensor(operator, "cu_q", cu_q, (None,), q.device)
+    if not cu_q.shape[0]:
+        fail(operator, "cu_q", "of at least one entry, 0", cu_q)
+    index_tensor(operator, "cu_k", cu_k, (cu_q.shape[0],), q.device)
+    if not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+        fail(operator, "scale", "a finite number", scale)
+    if out is not None:
+        tensor(operator, "out", out, (tokens, heads, v.shape[2]), (q.dtype,), q.device, "q")
+    if q.device.type == "cpu":
+        _bounds(operator, "cu_q", cu_q, tokens)
+        _bounds(operator, "cu_k", cu_k, k.shape[0])
+
+
+def _bounds(operator: str, argument: str, cu: torch.Tensor, end: int) -> None:
+    at = cu.tolist()
+    if at[0] != 0 or at[-1] != end or any(a > b for a, b in itertools.pairwise(at)):
+        fail(operator, argument, f"not falling, from 0 to {end}", at if len(at) < 20 else cu)

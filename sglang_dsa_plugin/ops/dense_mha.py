@@ -12,7 +12,6 @@ key or value that is not a number may also reach queries before it.
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import torch
@@ -21,7 +20,6 @@ from sglang_dsa_plugin import support
 from sglang_dsa_plugin.ops import _check
 
 _OP = "dense_mha"
-_FLOATS = (torch.bfloat16, torch.float32, torch.float16)
 
 
 def dense_mha(
@@ -40,29 +38,9 @@ def dense_mha(
     out: where to write, instead of a new tensor.
     Raises ValueError for arguments that do not fit each other, or an `impl` that cannot run here.
     """
-    _check.tensor(_OP, "q", q, (None, None, None), _FLOATS)
-    tokens, heads, width = q.shape
-    _check.tensor(_OP, "k", k, (None, heads, width), (q.dtype,), q.device, "q")
-    _check.tensor(_OP, "v", v, (k.shape[0], heads, None), (q.dtype,), q.device, "q")
-    _check.index_tensor(_OP, "cu_q", cu_q, (None,), q.device)
-    if not cu_q.shape[0]:
-        _check.fail(_OP, "cu_q", "of at least one entry, 0", cu_q)
-    _check.index_tensor(_OP, "cu_k", cu_k, (cu_q.shape[0],), q.device)
-    if not (isinstance(scale, (int, float)) and math.isfinite(scale)):
-        _check.fail(_OP, "scale", "a finite number", scale)
-    if out is not None:
-        _check.tensor(_OP, "out", out, (tokens, heads, v.shape[2]), (q.dtype,), q.device, "q")
-    if q.device.type == "cpu":
-        _check_bounds("cu_q", cu_q, tokens)
-        _check_bounds("cu_k", cu_k, k.shape[0])
-    run = support.resolve(_OP, device=q.device, impl=impl, heads=heads, dtype=q.dtype)
+    _check.multi_head(_OP, q, k, v, cu_q, cu_k, scale, out)
+    run = support.resolve(_OP, device=q.device, impl=impl, heads=q.shape[1], dtype=q.dtype)
     return run(q, k, v, cu_q, cu_k, scale, out)
-
-
-def _check_bounds(argument: str, cu: torch.Tensor, end: int) -> None:
-    at = cu.tolist()
-    if at[0] != 0 or at[-1] != end or any(a > b for a, b in itertools.pairwise(at)):
-        _check.fail(_OP, argument, f"not falling, from 0 to {end}", at if len(at) < 20 else cu)
 
 
 def reference(
