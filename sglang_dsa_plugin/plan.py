@@ -197,6 +197,7 @@ def operator_choices(
     return {op: choose(op, 1) for op in DECODE_OPERATORS} | {
         "sparse_mla_prefill": choose("sparse_mla", many),
         "dense_mha": choose("dense_mha", many),
+        **({"masked_mha": choose("masked_mha", many)} if device == "cpu" else {}),
     }
 
 

@@ -88,6 +88,15 @@ SETTINGS: dict[str, Setting] = {
             ("auto", "fp8_656", "fp8_576"),
             "row layout of the latent cache when the KV dtype is fp8; auto follows SGLang's own backend flags",
         ),
+        Setting(
+            "masked_prefill",
+            "SGLANG_DSA_PLUGIN_MASKED_PREFILL",
+            "choice",
+            "auto",
+            ("auto", "on", "off"),
+            "on a CPU, sparse prefill over expanded keys and values with a mask of the picks: where it is cheaper "
+            "(auto), wherever it is possible, or never",
+        ),
     )
 }
 
@@ -115,6 +124,11 @@ def forced_impl() -> str | None:
 def latent_layout() -> str:
     """The fp8 latent row layout asked for: "auto", "fp8_656" or "fp8_576"."""
     return SETTINGS["latent_layout"].text()
+
+
+def masked_prefill() -> str:
+    """When sparse prefill runs on expanded keys and values: "auto", "on" or "off"."""
+    return SETTINGS["masked_prefill"].text()
 
 
 def table() -> list[dict[str, str]]:

@@ -16,10 +16,11 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_exec, get_parallel
 
-from sglang_dsa_plugin import plan
+from sglang_dsa_plugin import plan, settings
 from sglang_dsa_plugin.adapter import report
 from sglang_dsa_plugin.adapter.pool import DsaPool
 from sglang_dsa_plugin.backend import core, dense_fallback, metadata
+from sglang_dsa_plugin.backend.masked_prefill import MaskedPrefill
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM, ROPE_DIM
 from sglang_dsa_plugin.config import DsaConfig
 
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class DsaBackend(AttentionBackend):
-    """Sparse attention over the indexer's picks; dense prefill while every request is short."""
+    """Sparse attention over the indexer's picks; prefill on expanded keys and values where that is cheaper."""
 
     # None keeps rope in the model for every row layout: with e4m3 here and a backend named trtllm SGLang leaves it to
     # the backend.
@@ -75,8 +76,12 @@ class DsaBackend(AttentionBackend):
         self.decode_cuda_graph_metadata: dict[int, metadata.StepMetadata] = {}
         self.forward_metadata: metadata.StepMetadata | None = None
         self.core = core.AttentionCore(
-            pool.layout, impl_sparse=plan.forced_impl("sparse_mla"), impl_dense=plan.forced_impl("dense_mha")
+            pool.layout,
+            impl_sparse=plan.forced_impl("sparse_mla"),
+            impl_dense=plan.forced_impl("dense_mha"),
+            impl_masked=plan.forced_impl("masked_mha"),
         )
+        self._masked = self._masked_prefill()
         self.paths = dense_fallback.PathCounter()
         first_rank = get_parallel().tp_rank == 0
         self._metrics = report.prefill_metrics(counting_rank=first_rank and get_parallel().pp_rank == 0)
@@ -87,10 +92,10 @@ class DsaBackend(AttentionBackend):
 
     @property
     def use_mha(self) -> bool:
-        """Whether the current batch runs dense: read by SGLang's forward-method dispatch
+        """Whether the current batch runs on expanded keys and values: read by SGLang's forward-method dispatch
         (attention_backend_handler.py).
         """
-        return self.forward_metadata is not None and self.forward_metadata.dense.dense
+        return self.forward_metadata is not None and self.forward_metadata.decision.expanded
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         mode = forward_batch.forward_mode
@@ -114,32 +119,55 @@ class DsaBackend(AttentionBackend):
             )
 
     def _plan_prefill(self, forward_batch: ForwardBatch) -> metadata.StepMetadata:
-        prefix, extend = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
-        lengths = [int(p) + int(e) for p, e in zip(prefix, extend)]
+        prefix = [int(p) for p in forward_batch.extend_prefix_lens_cpu]
+        extend = [int(e) for e in forward_batch.extend_seq_lens_cpu]
+        rows = forward_batch.positions.shape[0]
         decision = dense_fallback.decide(
             plain_prefill=True,
-            max_length=max(lengths, default=0),
-            total_keys=sum(lengths),
+            prefix=prefix,
+            extend=extend,
             threshold=envs.SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD.get(),
             capacity=forward_batch.get_max_chunk_capacity(),
+            masked=self._masked if rows == sum(extend) else None,
             allowed=None if self.supports_mha_one_shot else "switched off by the hybrid backend",
         )
-        rows = forward_batch.positions.shape[0]
         step = metadata.extend_step(
             self.req_to_token,
             forward_batch.req_pool_indices,
             forward_batch.extend_prefix_lens,
             forward_batch.extend_seq_lens,
             rows,
-            max(lengths, default=0),
+            max((p + e for p, e in zip(prefix, extend)), default=0),
             decision,
-            new_tokens=sum(map(int, extend)),
-            cached_tokens=sum(map(int, prefix)),
+            new_tokens=sum(extend),
+            cached_tokens=sum(prefix),
         )
         self.paths.count(decision, rows)
         self._metrics.count(decision, rows)
-        logger.debug("prefill of %d rows: %s (%s)", rows, "dense" if decision.dense else "sparse", decision.reason)
+        logger.debug("prefill of %d rows: %s (%s)", rows, decision.path, decision.reason)
         return step
+
+    def _masked_prefill(self) -> MaskedPrefill:
+        """What judges the masked path, and why it is ruled out for this server if it is."""
+        config, asked = self.config, settings.masked_prefill()
+        why = None
+        if torch.device(self.device).type != "cpu":
+            why = "masked prefill is for CPUs"
+        elif asked == "off":
+            why = "SGLANG_DSA_PLUGIN_MASKED_PREFILL=off"
+        elif get_parallel().pp_size > 1 and any(map(config.layer_reuses_picks, range(config.num_layers))):
+            # A stage that starts with such a layer gets picks from the one before, but only on the sparse path; all
+            # stages must decide alike.
+            why = "layers that reuse picks are spread over pipeline stages"
+        return MaskedPrefill(
+            heads=self.heads,
+            nope=config.qk_nope_head_dim,
+            value=config.v_head_dim,
+            topk=config.index_topk,
+            itemsize=self.model_dtype.itemsize,
+            ruled_out=why,
+            always=asked == "on",
+        )
 
     def get_indexer_metadata(self, layer_id: int, forward_batch: ForwardBatch) -> metadata.StepMetadata | None:
         """The step's metadata for this package's indexer; None on an idle rank."""
@@ -168,7 +196,7 @@ class DsaBackend(AttentionBackend):
         """Padded rows of a captured graph read one token of the padding page."""
         return 1
 
-    # Dense path: SGLang's MHA forward asks the backend to prepare q, k and v
+    # Dense and masked path: SGLang's MHA forward asks the backend to prepare q, k and v
 
     def prepare_prefill_qkv(
         self,
@@ -221,9 +249,9 @@ class DsaBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Prefill rows: dense when the step was planned so, else sparse. Returns [T, H*Dv] or [T, H*512]."""
+        """Prefill rows: on expanded keys when the step was planned so, else sparse. Returns [T, H*Dv] or [T, H*512]."""
         if "q_rope" not in kwargs:
-            return self.core.dense(
+            return self.core.expanded(
                 q.view(-1, layer.tp_q_head_num, layer.head_dim),
                 k.view(-1, layer.tp_k_head_num, layer.head_dim),
                 v.view(-1, layer.tp_v_head_num, layer.v_head_dim),

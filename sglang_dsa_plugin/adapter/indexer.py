@@ -129,7 +129,8 @@ class DsaIndexer(torch.nn.Module):
         use_cuda_graph: bool = True,
     ) -> torch.Tensor | None:
         """Store the keys of x [R,hidden] in every case; picks from q_lora [R,q_lora_rank] (normed) unless
-        return_indices is False.
+        return_indices is False. A step on the masked path gets its picks in any case, in its metadata: SGLang takes it
+        for one that needs none.
         """
         if isinstance(x, tuple):
             raise TypeError(
@@ -147,12 +148,15 @@ class DsaIndexer(torch.nn.Module):
         self.token.store_keys(
             pages.buffer[local_layer], forward_batch.out_cache_loc, self.wk(x)[0], self.k_norm, positions
         )
-        if not return_indices and get_global_indexer_capturer() is None:
+        masked = step.decision.path == "masked"
+        if not (return_indices or masked) and get_global_indexer_capturer() is None:
             return None
         picks = step.every_token(self.index_topk)
         if picks is None:
             picks = self._select(x, q_lora, positions, step, pages.buffer[local_layer])
         picks = maybe_capture_indexer_topk(layer_id, self._same_on_all_ranks(picks))
+        if masked:
+            step.picks = picks
         return picks if return_indices else None
 
     def _select(

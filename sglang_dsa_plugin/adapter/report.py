@@ -53,9 +53,8 @@ class PrefillMetrics:
 
     def count(self, decision: Decision, rows: int) -> None:
         """Note one prefill batch."""
-        path = "dense" if decision.dense else "sparse"
-        self._batches.labels(path).inc()
-        self._rows.labels(path).inc(rows)
+        self._batches.labels(decision.path).inc()
+        self._rows.labels(decision.path).inc(rows)
 
 
 class NoMetrics:

@@ -1,5 +1,5 @@
-"""Attention of one layer over cached rows, independent of the server: sparse on the picks, or dense on expanded keys
-and values.
+"""Attention of one layer over cached rows, independent of the server: sparse on the picks, or on expanded keys and
+values, dense or masked by the picks.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ import torch
 
 from sglang_dsa_plugin.backend.metadata import StepMetadata
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM, LatentLayout
-from sglang_dsa_plugin.ops import dense_mha, sparse_mla
+from sglang_dsa_plugin.ops import dense_mha, masked_mha, sparse_mla
 
 
 @dataclass(frozen=True)
 class AttentionCore:
-    """layout: of the cached rows.  impl_sparse, impl_dense: implementation names, None to let the support table
-    choose.
+    """layout: of the cached rows.  impl_sparse, impl_dense, impl_masked: implementation names, None to let the support
+    table choose.
     """
 
     layout: LatentLayout
     impl_sparse: str | None = None
     impl_dense: str | None = None
+    impl_masked: str | None = None
 
     def sparse(
         self,
@@ -56,16 +57,26 @@ class AttentionCore:
         )
         return out.reshape(out.shape[0], -1, LATENT_DIM).flatten(1)
 
-    def dense(
+    def expanded(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: StepMetadata, scale: float
     ) -> torch.Tensor:
-        """Causal attention of the batch's new tokens over all keys of their requests.
+        """Attention of the batch's new tokens over the keys of their requests: all before them, or what they picked.
 
         q [T,H,Dqk] new tokens; k [S,H,Dqk], v [S,H,Dv] prefix and new tokens, request after request. Returns [T, H*Dv].
+        Raises RuntimeError when the step was planned sparse, or masked and no indexer has left its picks.
         """
         if step.cu_queries is None or step.cu_keys is None:
-            raise RuntimeError(f"dense attention was called on a batch that was planned sparse ({step.dense.reason})")
-        out, _ = dense_mha.dense_mha(q, k, v, step.cu_queries, step.cu_keys, scale, impl=self.impl_dense)
+            raise RuntimeError(
+                f"attention on expanded keys was called on a batch that was planned sparse ({step.decision.reason})"
+            )
+        if step.decision.path == "dense":
+            out, _ = dense_mha.dense_mha(q, k, v, step.cu_queries, step.cu_keys, scale, impl=self.impl_dense)
+        elif step.picks is None:
+            raise RuntimeError("masked attention was called before any indexer of this step had left its picks")
+        else:
+            out, _ = masked_mha.masked_mha(
+                q, k, v, step.picks, step.cu_queries, step.cu_keys, scale, impl=self.impl_masked
+            )
         return out.flatten(1)
 
 

@@ -1,47 +1,74 @@
-"""Dense attention instead of sparse: when, and who is told.
+"""How the rows of a prefill attend: dense, or sparse in one of two ways. And who is told.
 
-With S <= k every token is picked, so prefill may run plain multi-head attention on expanded keys and values: the same
-result with a third of the arithmetic (192 + 128 values a key in V3.2 instead of 576 + 512). One `Decision` is made per
-batch; the planner that chooses the model's forward method and the executor that runs it read that object and nothing
-else (fault U57 is two decisions).
+- dense: with S <= k every token is picked, so prefill may run plain multi-head attention on expanded keys and values:
+  the same result with a third of the arithmetic (192 + 128 values a key in V3.2 instead of 576 + 512);
+- masked: the same on longer contexts, with a mask of what each row picked (masked_prefill.py);
+- sparse: absorbed attention over the picked rows of the cache.
+
+One `Decision` is made per batch; the planner that chooses the model's forward method and the executor that runs it read
+that object and nothing else (fault U57 is two decisions).
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+from sglang_dsa_plugin.backend.masked_prefill import MaskedPrefill
+
+Path = Literal["dense", "masked", "sparse"]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """dense: run dense attention. reason: why, in words."""
+    """path: how the batch attends. reason: why, in words."""
 
-    dense: bool
+    path: Path
     reason: str
 
+    @property
+    def expanded(self) -> bool:
+        """Whether the model hands in expanded keys and values instead of absorbed queries."""
+        return self.path != "sparse"
 
-SPARSE_DECODE = Decision(False, "decode is always sparse")
+
+SPARSE_DECODE = Decision("sparse", "decode is always sparse")
 
 
 def decide(
-    *, plain_prefill: bool, max_length: int, total_keys: int, threshold: int, capacity: int, allowed: str | None = None
+    *,
+    plain_prefill: bool,
+    prefix: Sequence[int],
+    extend: Sequence[int],
+    threshold: int,
+    capacity: int,
+    masked: MaskedPrefill | None = None,
+    allowed: str | None = None,
 ) -> Decision:
-    """Dense or sparse for one prefill batch.
+    """The path of one prefill batch of `extend[b]` new tokens after `prefix[b]` cached ones.
 
     plain_prefill: a prefill (chunk or mixed batch included), not speculative and not inside a captured graph.
-    max_length: longest prefix + extension of the batch. total_keys: their sum. threshold: longest length that runs
-    dense (default index_topk; above it dense attends to more tokens than the model was trained to). capacity: most
-    keys expanded at once. allowed: None, or why dense attention is ruled out for this server.
+    threshold: longest length that runs dense (default index_topk; above it dense attends to more tokens than the model
+    was trained to). capacity: most keys expanded at once on the dense path. masked: what judges the masked path, None
+    where there is none. allowed: None, or why expanded keys are ruled out for this server.
     """
     if allowed is not None:
-        return Decision(False, allowed)
+        return Decision("sparse", allowed)
     if not plain_prefill:
-        return Decision(False, "not a plain prefill")
-    if max_length > threshold:
-        return Decision(False, f"longest request {max_length} > threshold {threshold}")
-    if total_keys > capacity:
-        return Decision(False, f"{total_keys} keys > chunk capacity {capacity}")
-    return Decision(True, f"longest request {max_length} <= threshold {threshold}")
+        return Decision("sparse", "not a plain prefill")
+    longest = max((p + e for p, e in zip(prefix, extend)), default=0)
+    if longest > threshold:
+        reason = f"longest request {longest} > threshold {threshold}"
+        if masked is None:
+            return Decision("sparse", reason)
+        fits, why = masked.judge(prefix, extend)
+        return Decision("masked" if fits else "sparse", f"{reason}; {why}")
+    keys = sum(prefix) + sum(extend)
+    if keys > capacity:
+        return Decision("sparse", f"{keys} keys > chunk capacity {capacity}")
+    return Decision("dense", f"longest request {longest} <= threshold {threshold}")
 
 
 class PathCounter:
@@ -53,6 +80,5 @@ class PathCounter:
 
     def count(self, decision: Decision, rows: int) -> None:
         """Note one prefill batch of `rows` query tokens."""
-        path = "dense" if decision.dense else "sparse"
-        self.batches[path] += 1
-        self.rows[path] += rows
+        self.batches[decision.path] += 1
+        self.rows[decision.path] += rows

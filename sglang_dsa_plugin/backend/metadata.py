@@ -18,18 +18,20 @@ from sglang_dsa_plugin.ops import select
 
 @dataclass
 class StepMetadata:
-    """Rows of one step (module docstring). `dense` is the one decision that planner and executor read; max_length is a
-    bound of `lengths` that the host knows.
+    """Rows of one step (module docstring). `decision` is the one that planner and executor read; max_length is a bound
+    of `lengths` that the host knows. picks: on the masked path what the last indexer picked, [R,k] positions; layers
+    that reuse picks find them here.
     """
 
     lengths: torch.Tensor
     row_to_request: torch.Tensor
     page_table: torch.Tensor
-    dense: Decision
+    decision: Decision
     max_length: int
     cu_queries: torch.Tensor | None = None
     cu_keys: torch.Tensor | None = None
     prefix_slots: torch.Tensor | None = None
+    picks: torch.Tensor | None = None
     _all: torch.Tensor | None = field(default=None, repr=False)
     _picks: torch.Tensor | None = field(default=None, repr=False)
     _slots: torch.Tensor | None = field(default=None, repr=False)
@@ -82,14 +84,14 @@ def page_table(req_to_token: torch.Tensor, requests: torch.Tensor, max_length: i
 
 
 def decode_step(
-    req_to_token: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor, max_length: int, dense: Decision
+    req_to_token: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor, max_length: int, decision: Decision
 ) -> StepMetadata:
     """One row per request: the token just appended sees all `lengths[b]` tokens of its request."""
     return StepMetadata(
         lengths=lengths.to(torch.int32),
         row_to_request=torch.arange(lengths.shape[0], dtype=torch.int32, device=lengths.device),
         page_table=page_table(req_to_token, requests, max_length),
-        dense=dense,
+        decision=decision,
         max_length=max_length,
     )
 
@@ -101,13 +103,13 @@ def extend_step(
     extend_lens: torch.Tensor,
     rows: int,
     max_length: int,
-    dense: Decision,
+    decision: Decision,
     new_tokens: int | None = None,
     cached_tokens: int | None = None,
 ) -> StepMetadata:
     """`extend_lens[b]` new tokens after `prefix_lens[b]` cached ones per request (prefill, chunk, mixed batch).
 
-    rows: rows of the step, at least sum(extend_lens); the rest is padding. For the dense path also the cumulative
+    rows: rows of the step, at least sum(extend_lens); the rest is padding. For expanded keys also the cumulative
     lengths and the slots of every request's cached prefix, in request order. new_tokens, cached_tokens: the sums of
     extend_lens and prefix_lens where the host knows them; without them a GPU is waited for.
     """
@@ -127,10 +129,10 @@ def extend_step(
         lengths=lengths.to(torch.int32),
         row_to_request=request.to(torch.int32),
         page_table=page_table(req_to_token, requests, max_length),
-        dense=dense,
+        decision=decision,
         max_length=max_length,
     )
-    if dense.dense:
+    if decision.expanded:
         step.cu_queries = _cumulative(extend)
         step.cu_keys = _cumulative(extend + prefix_lens.long())
         step.prefix_slots = _prefix_slots(req_to_token, requests, prefix_lens.long(), cached_tokens)

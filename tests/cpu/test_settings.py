@@ -11,6 +11,7 @@ READERS = {
     "scores_mb": settings.scores_budget_bytes,
     "impl": settings.forced_impl,
     "latent_layout": settings.latent_layout,
+    "masked_prefill": settings.masked_prefill,
 }
 
 
@@ -26,7 +27,14 @@ def test_every_setting_has_a_reader():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("enabled", True), ("index_keys", "auto"), ("scores_mb", 512 << 20), ("impl", None), ("latent_layout", "auto")],
+    [
+        ("enabled", True),
+        ("index_keys", "auto"),
+        ("scores_mb", 512 << 20),
+        ("impl", None),
+        ("latent_layout", "auto"),
+        ("masked_prefill", "auto"),
+    ],
 )
 @pytest.mark.parametrize("text", [None, "", "  "])
 def test_default_when_unset_or_empty(monkeypatch, name, value, text):
@@ -48,6 +56,7 @@ def test_default_when_unset_or_empty(monkeypatch, name, value, text):
         ("impl", "flashmla_kv2", "flashmla_kv2"),
         ("latent_layout", "fp8_576", "fp8_576"),
         ("latent_layout", "fp8_656", "fp8_656"),
+        ("masked_prefill", "off", "off"),
     ],
 )
 def test_value_is_read_at_the_call(monkeypatch, name, text, value):

@@ -22,6 +22,7 @@ FORMS = {
     "retracting": ((), RETRACT),
     "tp2": (("--tp-size", "2"), ()),
     "pp2": (("--pp-size", "2"), ()),
+    "masked": ((), (("SGLANG_DSA_PLUGIN_MASKED_PREFILL", "on"),)),
 }
 
 

@@ -1,4 +1,4 @@
-"""Prefill up to index_topk runs dense, above it sparse: the same numbers, counted apart, nothing lost between them."""
+"""Prefill up to index_topk runs dense, above it masked or sparse: the same numbers, counted apart, nothing lost."""
 
 import pytest
 
@@ -9,26 +9,30 @@ from tests.server.test_equality import BOUND, K
 
 pytestmark = pytest.mark.server
 THRESHOLD = "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD"
-SPARSE = ServerSpec("v32-always-sparse", PLAIN.model, PLAIN.args, (*PLAIN.env, (THRESHOLD, "0")))
+MASKED = "SGLANG_DSA_PLUGIN_MASKED_PREFILL"
+SPARSE = ServerSpec("v32-always-sparse", PLAIN.model, PLAIN.args, (*PLAIN.env, (THRESHOLD, "0"), (MASKED, "off")))
 LENGTHS = (1, 2, 31, 63, 64)
 
 
-def answers_and_paths(server, prompts, new=1):
-    """Answers to one batch, and the dense and sparse prefill batches it took."""
+def answers_and_paths(server, prompts, new=1, start=0):
+    """Answers to one batch, and the prefill batches it took by path."""
     before = server.prefills()
-    answers = server.generate(prompts, new=new)
+    answers = server.generate(prompts, new=new, start=start)
     after = server.prefills()
-    return answers, after["dense"] - before["dense"], after["sparse"] - before["sparse"]
+    return answers, {path: after[path] - before[path] for path in after if after[path] > before[path]}
 
 
 @pytest.mark.parametrize("server", [PLAIN], indirect=True)
 def test_counter(server):
     server.flush()
-    for length, dense, sparse in ((8, 1, 0), (K, 1, 0), (K + 1, 0, 1), (200, 0, 1)):
-        assert answers_and_paths(server, [random_prompt(length, seed=20)])[1:] == (dense, sparse), length
+    for length, path in ((8, "dense"), (K, "dense"), (K + 1, "masked"), (200, "masked"), (1000, "sparse")):
+        assert answers_and_paths(server, [random_prompt(length, seed=20)])[1] == {path: 1}, length
+    # Few new rows do not pay for expanding a long prefix.
+    longer = random_prompt(210, seed=20)
+    server.generate([longer[:200]])
+    assert answers_and_paths(server, [longer], start=192)[1] == {"sparse": 1}
     # A batch is dense only when all of it is short.
-    _, _, sparse = answers_and_paths(server, [random_prompt(n, seed=20) for n in (8, K + 1)])
-    assert sparse >= 1
+    assert answers_and_paths(server, [random_prompt(n, seed=21) for n in (8, K + 1)])[1]["masked"] == 1
     assert "sglang_dsa_prefill_rows_total" in server.metrics()
 
 
@@ -38,8 +42,8 @@ def test_dense_prefill_stores_index_keys(server):
 
     def ask(seed):
         server.flush()
-        answers, dense, sparse = answers_and_paths(server, [text_of(server.spec.model, K - 8, seed)], new=40)
-        assert (dense, sparse) == (1, 0)
+        answers, paths = answers_and_paths(server, [text_of(server.spec.model, K - 8, seed)], new=40)
+        assert paths == {"dense": 1}
         return answers
 
     assert worst(server, settled(server, ask)) <= BOUND
@@ -53,8 +57,8 @@ def dense_rows(slot):
     def get():
         if not kept:
             for length in LENGTHS:
-                (answer,), dense, sparse = answers_and_paths(slot.get(PLAIN), [random_prompt(length, seed=22)])
-                assert (dense, sparse) == (1, 0)
+                (answer,), paths = answers_and_paths(slot.get(PLAIN), [random_prompt(length, seed=22)])
+                assert paths == {"dense": 1}
                 kept.append(answer.rows)
         return kept
 
@@ -78,6 +82,6 @@ def test_sparse_equals_dense(server, slot, dense_rows):
     expected = dense_rows()
     server = slot.get(SPARSE)
     for length, rows in zip(LENGTHS, expected):
-        (answer,), dense, sparse = answers_and_paths(server, [random_prompt(length, seed=22)])
-        assert (dense, sparse) == (0, 1)
+        (answer,), paths = answers_and_paths(server, [random_prompt(length, seed=22)])
+        assert paths == {"sparse": 1}
         assert float(((answer.rows - rows).abs() / rows.abs().clamp(min=1)).max()) <= 1e-5

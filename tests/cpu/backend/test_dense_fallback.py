@@ -1,36 +1,94 @@
-"""When prefill runs dense, and that the reason says why not."""
+"""Which way prefill attends, and that the reason says why not another."""
 
 import pytest
 
-from sglang_dsa_plugin.backend.dense_fallback import Decision, PathCounter, decide
+from sglang_dsa_plugin.backend import masked_prefill
+from sglang_dsa_plugin.backend.dense_fallback import SPARSE_DECODE, Decision, PathCounter, decide
+from sglang_dsa_plugin.backend.masked_prefill import MaskedPrefill
 
-PLAIN = {"plain_prefill": True, "max_length": 64, "total_keys": 64, "threshold": 64, "capacity": 128}
+PLAIN = {"plain_prefill": True, "prefix": [0], "extend": [64], "threshold": 64, "capacity": 128}
+SIZES = {"heads": 16, "nope": 128, "value": 128, "topk": 64, "itemsize": 2}
+MASKED = MaskedPrefill(**SIZES)
 
 
 def test_dense_up_to_the_threshold():
-    assert decide(**PLAIN).dense
+    assert decide(**PLAIN) == Decision("dense", "longest request 64 <= threshold 64")
+    assert decide(**PLAIN, masked=MASKED).path == "dense"
+    assert decide(**{**PLAIN, "prefix": [60, 0], "extend": [4, 64]}).path == "dense"
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"max_length": 65, "total_keys": 65}, "65 > threshold 64"),
+        ({"extend": [65]}, "65 > threshold 64"),
+        ({"prefix": [0, 60], "extend": [1, 5]}, "65 > threshold 64"),
         ({"threshold": 0}, "64 > threshold 0"),
-        ({"total_keys": 129}, "129 keys > chunk capacity 128"),
+        ({"prefix": [0, 1, 64], "extend": [60, 4, 0]}, "129 keys > chunk capacity 128"),
         ({"plain_prefill": False}, "not a plain prefill"),
         ({"allowed": "ruled out here"}, "ruled out here"),
     ],
 )
 def test_sparse_with_the_reason(change, reason):
     decision = decide(**{**PLAIN, **change})
-    assert not decision.dense
+    assert decision.path == "sparse" and not decision.expanded
     assert reason in decision.reason
+
+
+def test_masked_past_the_threshold_where_it_is_cheaper():
+    decision = decide(**PLAIN | {"extend": [200]}, masked=MASKED)
+    assert decision.path == "masked" and decision.expanded
+    assert "200 > threshold 64; masked costs 0." in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("prefix", "extend", "path"),
+    [
+        # New tokens alone cost as much to project either way, and less to attend to.
+        ([0], [65], "masked"),
+        ([128], [200], "masked"),
+        # Few rows do not pay for the projection of a long prefix, a mixed batch of decoding rows least of all.
+        ([448], [1], "sparse"),
+        ([500, 700, 900], [1, 1, 1], "sparse"),
+        ([500, 700, 900, 0], [1, 1, 1, 8], "sparse"),
+        ([60, 0], [1, 300], "masked"),
+        # Absorbed attention stops growing with the context, masked does not.
+        ([0], [100_000], "sparse"),
+        ([50_000], [2048], "sparse"),
+    ],
+)
+def test_masked_by_cost(monkeypatch, prefix, extend, path):
+    monkeypatch.setattr(masked_prefill, "MAX_BYTES", 1 << 40)
+    assert decide(**PLAIN | {"prefix": prefix, "extend": extend}, masked=MASKED).path == path
+
+
+def test_masked_asked_for_whatever_it_costs():
+    always = MaskedPrefill(**SIZES, always=True)
+    assert decide(**PLAIN | {"prefix": [448], "extend": [1]}, masked=always).path == "masked"
+    assert decide(**PLAIN, masked=always).path == "dense"
+
+
+def test_masked_ruled_out_says_why():
+    masked = MaskedPrefill(**SIZES, ruled_out="not on this server", always=True)
+    decision = decide(**PLAIN | {"extend": [200]}, masked=masked)
+    assert decision == Decision("sparse", "longest request 200 > threshold 64; not on this server")
+
+
+def test_masked_within_its_bytes():
+    # Of 16 heads in bf16: 128 + 128 values as projected, 192 + 128 as key and value; a cached row twice.
+    assert MASKED.bytes_per_key() == 2 * (16 * (256 + 192 + 128) + 2 * 576)
+    fits = masked_prefill.MAX_BYTES // MASKED.bytes_per_key()
+    always = MaskedPrefill(**SIZES, always=True)
+    assert always.judge([0], [fits])[0]
+    assert always.judge([fits], [1]) == (False, "1024 MiB of expanded keys and values > 1024 MiB")
+
+
+def test_decode_is_sparse():
+    assert SPARSE_DECODE.path == "sparse"
 
 
 def test_counter_counts_batches_and_rows_by_path():
     counter = PathCounter()
-    counter.count(Decision(True, ""), 5)
-    counter.count(Decision(False, ""), 7)
-    counter.count(Decision(True, ""), 1)
-    assert counter.batches == {"dense": 2, "sparse": 1}
-    assert counter.rows == {"dense": 6, "sparse": 7}
+    for path, rows in (("dense", 5), ("sparse", 7), ("masked", 3), ("dense", 1)):
+        counter.count(Decision(path, ""), rows)
+    assert counter.batches == {"dense": 2, "sparse": 1, "masked": 1}
+    assert counter.rows == {"dense": 6, "sparse": 7, "masked": 3}

@@ -6,7 +6,7 @@ import torch
 from sglang_dsa_plugin.backend import metadata
 from sglang_dsa_plugin.backend.dense_fallback import SPARSE_DECODE, Decision
 
-DENSE = Decision(True, "test")
+DENSE = Decision("dense", "test")
 
 
 def token_table(context: int, requests: int, seed: int = 0) -> torch.Tensor:
@@ -49,18 +49,24 @@ def test_extend_rows_of_a_mixed_batch(padding):
     assert step.prefix_slots.tolist() == slots
 
 
+def test_masked_steps_carry_the_lengths_of_dense_ones():
+    arguments = token_table(64, 1), torch.tensor([0]), torch.tensor([3]), torch.tensor([4]), 4, 7
+    step = metadata.extend_step(*arguments, Decision("masked", "test"))
+    assert step.cu_queries.tolist() == [0, 4] and step.cu_keys.tolist() == [0, 7] and len(step.prefix_slots) == 3
+    assert step.picks is None
+
+
 def test_sparse_steps_carry_no_dense_lengths():
     step = metadata.extend_step(
-        token_table(64, 1), torch.tensor([0]), torch.tensor([0]), torch.tensor([4]), 4, 4, Decision(False, "test")
+        token_table(64, 1), torch.tensor([0]), torch.tensor([0]), torch.tensor([4]), 4, 4, Decision("sparse", "test")
     )
     assert step.cu_queries is None and step.cu_keys is None and step.prefix_slots is None
 
 
 def test_too_few_rows_are_refused():
+    table = token_table(64, 1)
     with pytest.raises(ValueError, match="at least the 5 new tokens"):
-        metadata.extend_step(
-            token_table(64, 1), torch.tensor([0]), torch.tensor([0]), torch.tensor([5]), 4, 5, Decision(False, "test")
-        )
+        metadata.extend_step(table, torch.tensor([0]), torch.tensor([0]), torch.tensor([5]), 4, 5, DENSE)
 
 
 def test_slots_follow_the_page_table_and_are_kept_for_layers_that_reuse_picks():
