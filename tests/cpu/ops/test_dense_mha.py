@@ -161,7 +161,7 @@ def _call(**changed):
         ({"cu_k": torch.tensor([0.0, 3, 7])}, "cu_k must be a int32/int64"),
         ({"scale": math.inf}, "scale must be a finite number"),
         ({"out": torch.zeros(5, 4, 24)}, "out must be"),
-        ({"impl": "fa3"}, "impl='fa3' does not exist"),
+        ({"impl": "fa9"}, "impl='fa9' does not exist"),
     ],
 )
 def test_bad_arguments_are_named(changed, message):
