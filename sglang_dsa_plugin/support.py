@@ -83,7 +83,7 @@ class Implementation:
         if self.layouts is not None and layout is not None and layout not in self.layouts:
             return f"reads {'/'.join(sorted(self.layouts))}, not {layout}"
         if self.heads is not None and heads is not None and heads not in self.heads:
-            return f"takes {'/'.join(map(str, sorted(self.heads)))} heads, not {heads}"
+            return f"takes {_ranges(self.heads)} heads, not {heads}"
         if self.max_k is not None and k is not None and k > self.max_k:
             return f"takes k up to {self.max_k}, not {k}"
         if self.dtypes is not None and asked.dtype is not None and asked.dtype not in self.dtypes:
@@ -324,6 +324,13 @@ def _device_sm(index: int) -> int:
 
 def _sm_name(sm: int | None) -> str:
     return "SM unknown" if sm is None else f"SM {sm // 10}.{sm % 10}"
+
+
+def _ranges(numbers: frozenset[int]) -> str:
+    """64/128 for few numbers, 1-128 for all in between."""
+    low, high = min(numbers), max(numbers)
+    whole = len(numbers) == high - low + 1 and len(numbers) > 2
+    return f"{low}-{high}" if whole else "/".join(map(str, sorted(numbers)))
 
 
 def _sm_list(sms: frozenset[int]) -> str:

@@ -181,7 +181,10 @@ class DsaIndexer(torch.nn.Module):
         """Gate before scaling, f32 [R,H]: accumulated and returned in float32 even from bf16 weights."""
         if getattr(self.weights_proj, "set_lora", False):
             return self.weights_proj(x)[0].float()
-        return torch.nn.functional.linear(x.float(), self.weights_proj.weight.float())
+        weight = self.weights_proj.weight
+        if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return torch.nn.functional.linear(x.float(), weight.float())
 
     def _same_on_all_ranks(self, picks: torch.Tensor | None) -> torch.Tensor | None:
         """With SGLANG_DSA_TOPK_BROADCAST every attention-TP rank takes rank 0's picks, as in the built-in."""

@@ -14,23 +14,33 @@ from sglang_dsa_plugin.tools.serve_plan import Launch
 
 @dataclass(frozen=True)
 class Stream:
-    """One streamed answer: seconds (monotonic clock) of the request, the first token and the last, and tokens
-    received.
-    """
+    """One streamed answer: seconds (monotonic clock) at which it was asked for, and at which each token had come."""
 
     asked: float
-    first: float
-    last: float
-    tokens: int
+    times: tuple[float, ...]
+
+    @property
+    def first(self) -> float:
+        return self.times[0]
+
+    @property
+    def last(self) -> float:
+        return self.times[-1]
+
+    def between(self, start: float, end: float) -> int:
+        """Tokens that came after `start` and not after `end`."""
+        return sum(start < at <= end for at in self.times)
 
 
 def decode_rate(streams: list[Stream]) -> float:
-    """Tokens per second over all streams while all of them decode."""
+    """Tokens per second over all streams, from the last stream's first token to the first stream's end."""
     start, end = max(s.first for s in streams), min(s.last for s in streams)
-    if end <= start:
-        raise RuntimeError("the streams did not overlap: decode more tokens (--new-tokens)")
-    rates = ((s.tokens - 1) / (s.last - s.first) for s in streams)
-    return sum(rates)
+    tokens = sum(s.between(start, end) for s in streams)
+    if end <= start or tokens < 4 * len(streams):
+        raise RuntimeError(
+            f"only {tokens} tokens of {len(streams)} streams came while all decoded: decode more tokens (--new-tokens)"
+        )
+    return tokens / (end - start)
 
 
 class Client:
@@ -51,15 +61,15 @@ class Client:
             "stream": True,
         }
         asked = time.monotonic()
-        first, tokens = 0.0, 0
+        times: list[float] = []
         with self._http.stream("POST", self._url, json=body) as answer:
             answer.raise_for_status()
             for line in answer.iter_lines():
                 if not line.startswith("data: {"):
                     continue
-                first = first or time.monotonic()
                 tokens = json.loads(line[6:])["meta_info"]["completion_tokens"]
-        return Stream(asked, first, time.monotonic(), tokens)
+                times += [time.monotonic()] * (tokens - len(times))
+        return Stream(asked, tuple(times))
 
     def together(self, requests: int, prompt: int, new_tokens: int) -> list[Stream]:
         """`requests` streams at once."""

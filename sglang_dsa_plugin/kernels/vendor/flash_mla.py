@@ -46,13 +46,12 @@ def sparse_mla(
         kv_rows.unsqueeze(1),
         pad(slots, (0, -picks % _PICKS), value=-1).unsqueeze(1).contiguous(),
         scale,
+        attn_sink=None if sink is None else pad(sink, (0, padded - heads)),
         use_legacy=True,
     )
     result, lse = result[:, :heads], lse[:, :heads].float()
     none = torch.isinf(lse)
     lse = torch.where(none, -math.inf, lse)
-    if sink is not None:
-        result = result * torch.sigmoid(lse - sink).unsqueeze(2)
     result = result.masked_fill(none.unsqueeze(2), 0)
     if out is None:
         return result.to(q.dtype).contiguous(), lse

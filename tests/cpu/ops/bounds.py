@@ -5,8 +5,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-def assert_attention(got, want, f32=False):
-    """got = (out [..., D], lse [...]) against the fp64 pair `want`; f32: nothing was stored in 16 bits."""
+def assert_attention(got, want, f32=False, spread=None):
+    """got = (out [..., D], lse [...]) against the fp64 pair `want`; f32: nothing was stored in 16 bits.
+
+    spread [..., D]: sum over the keys of weight * |value|, for a kernel of another package that rounds its weights to
+    bf16, each by up to 2^-9 of itself: then the error is at most 2^-9 of that and 2^-9 of the output it rounds as well.
+    """
     out, lse = got[0].double(), got[1].double()
     assert got[1].dtype == torch.float32
     none = want[1] == -torch.inf
@@ -19,6 +23,9 @@ def assert_attention(got, want, f32=False):
     if f32:
         # A weight is off by what its score is off, and f32 knows a score to some 1e-7 of its size.
         assert (error <= 2e-6 * largest * want_lse.abs().clamp(min=1).unsqueeze(-1)).all()
+    if spread is not None:
+        assert (error <= 2**-9 * (spread[~none].double() + want_out.abs()) + 1e-5).all()
+        return
     assert ((error <= 1e-3 * largest) | (error <= 2 / 128 * want_out.abs())).all()
     cosine = torch.nn.functional.cosine_similarity(out, want_out, dim=-1, eps=1e-300)
     assert (1 - cosine <= 5e-6)[want_out.abs().sum(-1) > 0].all()
