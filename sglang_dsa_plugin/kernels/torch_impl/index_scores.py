@@ -27,6 +27,7 @@ _BLOCK_ELEMENTS = 1 << 20  # f32 elements of a block: 4 MiB
 _BLOCK_ELEMENTS_CUDA = 1 << 24
 _BLOCK_DOTS = 1024  # rows * H of a block
 _MAX_KEYS = 4096
+_WIDE_ROWS = 256  # queries widened at once, for all key tiles
 
 # (first key, count) -> keys [count rounded up to 64, 128] and their scales f32 [count] or None
 LoadKeys = Callable[[int, int], tuple[torch.Tensor, torch.Tensor | None]]
@@ -130,6 +131,12 @@ def score_rows(
     q [n, H, 128], gate f32 [n, H]; lengths: keys in each row's window, counted from the window's first key.
     """
     rows, heads, _ = q.shape
+    if rows > _WIDE_ROWS:
+        for top in range(0, rows, _WIDE_ROWS):
+            part = slice(top, top + _WIDE_ROWS)
+            score_rows(scores[part], q[part], gate[part], lengths[part], load, first_key)
+        return
+    wide = _widen(q)
     width = scores.shape[1]
     counts = [min(max(0, length - first_key), width) for length in lengths]
     row_tile = max(1, min(rows, _BLOCK_DOTS // max(1, heads)))
@@ -144,22 +151,26 @@ def score_rows(
             tile = slice(top, top + row_tile)
             count = min(key_tile, max(counts[tile]) - column)
             if count > 0:
-                part = _score_tile(q[tile], gate[tile], keys[: -(-count // _ALIGN) * _ALIGN], block)[:, :count]
-                if scales is not None:
-                    part = part.mul_(scales[:count])
-                scores[tile, column : column + count] = part
+                part = _score_tile(wide[tile], gate[tile], keys[: -(-count // _ALIGN) * _ALIGN], block, q.dtype)
+                target = scores[tile, column : column + count]
+                if scales is None:
+                    target.copy_(part[:, :count])
+                else:
+                    torch.mul(part[:, :count], scales[:count], out=target)
     _mask_tails(scores, counts)
 
 
-def _score_tile(q: torch.Tensor, gate: torch.Tensor, keys: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """q [n, H, 128], gate [n, H], keys [m, 128] as `_widen` gives them, scratch f32 block -> f32 [n, m]."""
+def _score_tile(
+    q: torch.Tensor, gate: torch.Tensor, keys: torch.Tensor, block: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """q [n, H, 128], keys [m, 128] as `_widen` gives them from `dtype`, gate [n, H], f32 scratch -> f32 [n, m]."""
     n, heads, dim = q.shape
     m = keys.shape[0]
-    flat = matmul.pad_rows(_widen(q).reshape(n * heads, dim))
+    flat = matmul.pad_rows(q.reshape(n * heads, dim))
     # One row's heads are too few for the matmul library to share among threads: hand it a batch of pages instead.
     pieces = m // _ALIGN if n == 1 else 1
     dots = block[: len(flat) * m].view(pieces, len(flat), m // pieces)
-    matmul.multiply(flat.expand(pieces, -1, -1), keys.view(pieces, -1, dim).mT, dots, q.dtype)
+    matmul.multiply(flat.expand(pieces, -1, -1), keys.view(pieces, -1, dim).mT, dots, dtype)
     dots = dots[:, : n * heads].unflatten(1, (n, heads)).flatten(0, 1)
     return _head_sum(dots, gate.expand(dots.shape[0], heads)).view(n, m)
 
