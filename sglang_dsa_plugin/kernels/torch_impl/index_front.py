@@ -8,6 +8,8 @@ from torch.nn import functional
 from sglang_dsa_plugin.cache.layouts import FP8, INDEX_DIM, ROPE_DIM
 from sglang_dsa_plugin.kernels.torch_impl import hadamard, key_pages, quant, rope
 
+_CPU_TILE = 4096  # queries times heads at once: rope, rotation and quantisation pass over what is still in the cache
+
 
 def store_keys(
     pages: torch.Tensor,
@@ -43,6 +45,16 @@ def prepare_queries(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.index_queries.prepare`."""
     rows, heads = weights.shape
+    tile = max(1, _CPU_TILE // max(1, heads))
+    if projected.device.type == "cpu" and rows > tile:
+        q = torch.empty(rows, heads, INDEX_DIM, dtype=dtype)
+        gate = torch.empty(rows, heads)
+        for top in range(0, rows, tile):
+            part = slice(top, top + tile)
+            q[part], gate[part] = prepare_queries(
+                projected[part], weights[part], positions[part], cos_sin, layout, dtype
+            )
+        return q, gate
     x = _turn(projected.reshape(rows, heads, INDEX_DIM).float(), positions, cos_sin, layout)
     gate = weights.float() * (heads**-0.5 * INDEX_DIM**-0.5)
     if dtype != FP8:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sglang_dsa_plugin.cache.layouts import FP8
+from sglang_dsa_plugin.kernels.torch_impl import index_front
 from sglang_dsa_plugin.ops import index_queries
 from tests.cpu.ops import index_front_inputs as data
 
@@ -45,6 +46,16 @@ def test_bytes_where_every_step_is_exact():
     want, want_gate = index_queries.reference(*inputs, FP8)
     assert torch.equal(data.steps(q), data.steps(want))
     assert torch.allclose(gate.double(), want_gate, rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_the_same_in_tiles(monkeypatch, dtype):
+    inputs = data.query_inputs(37, 5, "half", torch.bfloat16)
+    want = index_queries.prepare(*inputs, dtype)
+    monkeypatch.setattr(index_front, "_CPU_TILE", 41)
+    got = index_queries.prepare(*inputs, dtype)
+    assert got[0].dtype == dtype
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(got, want))
 
 
 def test_no_rows():
