@@ -81,7 +81,7 @@ class DsaBackend(AttentionBackend):
             impl_dense=plan.forced_impl("dense_mha"),
             impl_masked=plan.forced_impl("masked_mha"),
         )
-        self._masked = self._masked_prefill()
+        self.masked = self._masked_prefill()
         self.paths = dense_fallback.PathCounter()
         first_rank = get_parallel().tp_rank == 0
         self._metrics = report.prefill_metrics(counting_rank=first_rank and get_parallel().pp_rank == 0)
@@ -128,7 +128,7 @@ class DsaBackend(AttentionBackend):
             extend=extend,
             threshold=envs.SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD.get(),
             capacity=forward_batch.get_max_chunk_capacity(),
-            masked=self._masked if rows == sum(extend) else None,
+            masked=self.masked if rows == sum(extend) else None,
             allowed=None if self.supports_mha_one_shot else "switched off by the hybrid backend",
         )
         step = metadata.extend_step(

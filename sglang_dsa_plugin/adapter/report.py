@@ -32,7 +32,8 @@ def serving_line(backend: DsaBackend, pool: DsaPool) -> str:
         f"indexer=DsaIndexer (k={config.index_topk}, {config.index_n_heads} heads, {config.index_rope_layout} rope, "
         f"{'rotated ' if keys == FP8 else ''}{_name(keys)} keys of {index_token_bytes(keys)} B in {indexing} of "
         f"{layers} layers, because "
-        f"SGLANG_DSA_PLUGIN_INDEX_KEYS={settings.index_keys()}); dense prefill up to the threshold"
+        f"SGLANG_DSA_PLUGIN_INDEX_KEYS={settings.index_keys()}); "
+        f"prefill dense up to the threshold, past it {backend.masked.describe()}"
     )
 
 

@@ -39,6 +39,12 @@ class MaskedPrefill:
     ruled_out: str | None = None
     always: bool = False
 
+    def describe(self) -> str:
+        """What sparse prefill runs on this server, for the log."""
+        if self.ruled_out is not None:
+            return f"sparse ({self.ruled_out})"
+        return "masked wherever it fits" if self.always else "masked or sparse by cost"
+
     def judge(self, prefix: Sequence[int], extend: Sequence[int]) -> tuple[bool, str]:
         """Whether a batch of `extend[b]` new tokens after `prefix[b]` cached ones runs masked, and why (not)."""
         if self.ruled_out is not None:

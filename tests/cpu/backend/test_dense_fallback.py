@@ -71,6 +71,7 @@ def test_masked_ruled_out_says_why():
     masked = MaskedPrefill(**SIZES, ruled_out="not on this server", always=True)
     decision = decide(**PLAIN | {"extend": [200]}, masked=masked)
     assert decision == Decision("sparse", "longest request 200 > threshold 64; not on this server")
+    assert masked.describe() == "sparse (not on this server)"
 
 
 def test_masked_within_its_bytes():
