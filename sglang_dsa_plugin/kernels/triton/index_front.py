@@ -1,9 +1,10 @@
 """From projections to index keys in their page and to index queries with a gate, a launch each; see ops/index_keys.py
 and ops/index_queries.py.
 
-A program holds 16 vectors of 128. It reads each value of the rope part together with its partner instead of moving
-values between threads. The Hadamard rotation is a product with the matrix of signs on the matrix unit: an f32 value is
-the sum of three bf16 values, 8 bits of it each, and a sign times any of them is exact.
+A program holds 16 vectors of 128, each in three parts: the first values of the pairs that rope turns, the second ones,
+and the rest, so that no value has to move between threads. The Hadamard rotation is a product with the matrix of signs
+on the matrix unit, part by part: an f32 value is the sum of three bf16 values, 8 bits of it each, and a sign times any
+of them is exact.
 
 A vector depends on its own input alone, not on how many come with it: tiles have one size whatever the number of rows,
 sums run in one order, and multiply and add are not fused.
@@ -22,50 +23,41 @@ from .e4m3 import encode, has_cvt, inverse_of, scale_bits, scale_of
 
 TILE = 16  # vectors, the least the matrix unit takes; more would change its instruction, and with it the last bit
 WARPS = 4
+MANY_WARPS = 2  # where programs take several tiles in turn; it changes no result, since warps share columns, not sums
 _PROGRAMS_PER_PROCESSOR = 4
 
 
 @triton.jit
-def _partner(HALF: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr):
-    """Per column of the rope part: where its pair's other value is, its angle, and whether it is the pair's first."""
-    columns = tl.arange(0, DIM)
+def _columns(HALF: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr):
+    """Where a vector's parts are: the first and the second values of the 32 pairs that rope turns, and the rest."""
+    pair, rest = tl.arange(0, ROPE // 2), ROPE + tl.arange(0, DIM - ROPE)
     if HALF:
-        partner, angle, first = columns ^ (ROPE // 2), columns & (ROPE // 2 - 1), columns < ROPE // 2
+        first, second = pair, pair + ROPE // 2
     else:
-        partner, angle, first = columns ^ 1, columns >> 1, (columns & 1) == 0
-    return columns, partner, angle, first
+        first, second = 2 * pair, 2 * pair + 1
+    return first, second, rest
 
 
 @triton.jit
-def _rope(
-    x,
-    other,
-    cos_sin,
-    cos_sin_stride,
-    positions,
-    max_position,
-    valid,
-    HALF: tl.constexpr,
-    DIM: tl.constexpr,
-    ROPE: tl.constexpr,
-):
-    """x [n, 128] and the partner of each value -> x with its first 64 values turned. A position outside the table is
-    not read; its rope part becomes 0.
-    """
-    columns, _, angle, first = _partner(HALF, DIM, ROPE)
-    inside = (valid & (positions >= 0) & (positions < max_position))[:, None] & (columns < ROPE)[None, :]
-    at = cos_sin + positions[:, None] * cos_sin_stride + angle[None, :]
+def _load(start, valid, columns):
+    """f32 [n, columns] of the vectors at pointers start [n]; 0 where not valid."""
+    return tl.load(start[:, None] + columns[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _turn(a, b, cos_sin, cos_sin_stride, positions, max_position, valid, ROPE: tl.constexpr):
+    """Rope on the pairs (a, b), each f32 [n, 32]. A position outside the table is not read; its pairs become 0."""
+    inside = (valid & (positions >= 0) & (positions < max_position))[:, None]
+    at = cos_sin + positions[:, None] * cos_sin_stride + tl.arange(0, ROPE // 2)[None, :]
     cos = tl.load(at, mask=inside, other=0.0)
     sin = tl.load(at + ROPE // 2, mask=inside, other=0.0)
-    sin = tl.where(first[None, :], -sin, sin)
-    return tl.where((columns < ROPE)[None, :], x * cos + other * sin, x)
+    return a * cos - b * sin, b * cos + a * sin
 
 
 @triton.jit
-def _signs(DIM: tl.constexpr):
-    """(-1)^popcount(i & j) as bf16 [128, 128]. 0x6996 holds the parities of 0 .. 15."""
-    i = tl.arange(0, DIM)
-    both = i[:, None] & i[None, :]
+def _signs(rows, DIM: tl.constexpr):
+    """Rows of the matrix (-1)^popcount(i & j), bf16 [rows, 128]. 0x6996 holds the parities of 0 .. 15."""
+    both = rows[:, None] & tl.arange(0, DIM)[None, :]
     odd = (0x6996 >> ((both ^ (both >> 4)) & 15)) & 1
     return (1 - 2 * odd).to(tl.float32).to(tl.bfloat16)
 
@@ -77,15 +69,35 @@ def _upper(x):
 
 
 @triton.jit
-def _rotate(x, signs, NORM: tl.constexpr):
-    """f32 [n, 128] times signs, scaled by NORM after the sum. The small terms are added first."""
+def _split(x):
+    """f32 as a sum of three bf16 values; infinities have the first alone."""
     high = _upper(x)
     rest = tl.where((x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) == 0x7F800000, 0.0, x - high)
     middle = _upper(rest)
-    low = rest - middle
-    total = tl.dot(low.to(tl.bfloat16), signs)
-    total = tl.dot(middle.to(tl.bfloat16), signs, total)
-    total = tl.dot(high.to(tl.bfloat16), signs, total)
+    return high.to(tl.bfloat16), middle.to(tl.bfloat16), (rest - middle).to(tl.bfloat16)
+
+
+@triton.jit
+def _rotate(a, b, rest, signs_a, signs_b, signs_rest, REST_IS_BF16: tl.constexpr, NORM: tl.constexpr):
+    """The vectors with parts a, b and rest times the matrix of signs, scaled by NORM after the sum, f32 [n, 128]: each
+    part times its rows of the matrix. The small terms are added first.
+    """
+    a_high, a_middle, a_low = _split(a)
+    b_high, b_middle, b_low = _split(b)
+    total = tl.dot(a_low, signs_a)
+    total = tl.dot(b_low, signs_b, total)
+    if not REST_IS_BF16:
+        rest_high, rest_middle, rest_low = _split(rest)
+        total = tl.dot(rest_low, signs_rest, total)
+    total = tl.dot(a_middle, signs_a, total)
+    total = tl.dot(b_middle, signs_b, total)
+    if not REST_IS_BF16:
+        total = tl.dot(rest_middle, signs_rest, total)
+    else:
+        rest_high = rest.to(tl.bfloat16)
+    total = tl.dot(a_high, signs_a, total)
+    total = tl.dot(b_high, signs_b, total)
+    total = tl.dot(rest_high, signs_rest, total)
     return total * NORM
 
 
@@ -125,34 +137,36 @@ def keys_kernel(
     """
     r = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     valid = r < rows
-    columns, partner, _, _ = _partner(HALF, DIM, ROPE)
-    start = projected + r[:, None] * projected_stride
-    turning = valid[:, None] & (columns < ROPE)[None, :]
-    x = tl.load(start + columns[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
-    other = tl.load(start + partner[None, :], mask=turning, other=0.0).to(tl.float32)
+    first, second, others = _columns(HALF, DIM, ROPE)
+    start = projected + r * projected_stride
+    a, b, c = _load(start, valid, first), _load(start, valid, second), _load(start, valid, others)
     if LAYER:
-        mean = tl.sum(x, axis=1) / DIM
-        x -= mean[:, None]
-        other -= mean[:, None]
-    factor = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)
-    x = x * factor[:, None] * tl.load(weight + columns)[None, :]
-    other = other * factor[:, None] * tl.load(weight + partner)[None, :]
+        mean = ((tl.sum(a, axis=1) + tl.sum(b, axis=1) + tl.sum(c, axis=1)) / DIM)[:, None]
+        a, b, c = a - mean, b - mean, c - mean
+    square = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1) + tl.sum(c * c, axis=1)
+    factor = tl.rsqrt(square / DIM + eps)[:, None]
+    a = a * factor * tl.load(weight + first)[None, :]
+    b = b * factor * tl.load(weight + second)[None, :]
+    c = c * factor * tl.load(weight + others)[None, :]
     if LAYER:
-        x += tl.load(bias + columns)[None, :]
-        other += tl.load(bias + partner)[None, :]
+        a += tl.load(bias + first)[None, :]
+        b += tl.load(bias + second)[None, :]
+        c += tl.load(bias + others)[None, :]
     p = tl.load(positions + r, mask=valid, other=0).to(tl.int64)
-    x = _rope(x, other, cos_sin, cos_sin_stride, p, max_position, valid, HALF, DIM, ROPE)
+    a, b = _turn(a, b, cos_sin, cos_sin_stride, p, max_position, valid, ROPE)
     slot = tl.load(slots + r, mask=valid, other=-1).to(tl.int64)
     written = (slot >= 0) & (slot < count)
     page, offset = slot // PAGE, slot % PAGE
-    to = pages + (page * page_stride + offset * token_stride)[:, None] + columns[None, :]
+    to = (pages + page * page_stride + offset * token_stride)[:, None]
     if FP8_KEYS:
-        x = _rotate(x, _signs(DIM), NORM)
+        x = _rotate(a, b, c, _signs(first, DIM), _signs(second, DIM), _signs(others, DIM), False, NORM)
         bits = scale_bits(x)
-        tl.store(to, encode(x * inverse_of(bits)[:, None], CVT), mask=written[:, None])
+        tl.store(to + tl.arange(0, DIM)[None, :], encode(x * inverse_of(bits)[:, None], CVT), mask=written[:, None])
         tl.store(scales + page * scales_stride + PAGE * DIM // 4 + offset, scale_of(bits), mask=written)
     else:
-        tl.store(to, x.to(pages.dtype.element_ty), mask=written[:, None])
+        tl.store(to + first[None, :], a.to(pages.dtype.element_ty), mask=written[:, None])
+        tl.store(to + second[None, :], b.to(pages.dtype.element_ty), mask=written[:, None])
+        tl.store(to + others[None, :], c.to(pages.dtype.element_ty), mask=written[:, None])
 
 
 @triton.jit(do_not_specialize=["vectors", "max_position"])
@@ -182,28 +196,29 @@ def queries_kernel(
 
     vectors: R * H, which programs take in turns, so that each makes the matrix of signs once.
     """
-    columns, partner, _, _ = _partner(HALF, DIM, ROPE)
-    signs = _signs(DIM)
-    first, step = tl.program_id(0) * TILE, tl.num_programs(0) * TILE
-    for turn in range(tl.cdiv(vectors - first, step)):
-        n = (first + tl.arange(0, TILE)).to(tl.int64) + turn * step
+    first, second, others = _columns(HALF, DIM, ROPE)
+    signs_a, signs_b, signs_c = _signs(first, DIM), _signs(second, DIM), _signs(others, DIM)
+    begin, step = tl.program_id(0) * TILE, tl.num_programs(0) * TILE
+    for turn in range(tl.cdiv(vectors - begin, step)):
+        n = begin + turn * step + tl.arange(0, TILE)
         valid = n < vectors
-        r, head = n // HEADS, n % HEADS
-        start = projected + (r * projected_stride + head * DIM)[:, None]
-        turning = valid[:, None] & (columns < ROPE)[None, :]
-        x = tl.load(start + columns[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
-        other = tl.load(start + partner[None, :], mask=turning, other=0.0).to(tl.float32)
+        r, head = (n // HEADS).to(tl.int64), n % HEADS
+        start = projected + r * projected_stride + head * DIM
+        a, b, c = _load(start, valid, first), _load(start, valid, second), _load(start, valid, others)
         p = tl.load(positions + r, mask=valid, other=0).to(tl.int64)
-        x = _rope(x, other, cos_sin, cos_sin_stride, p, max_position, valid, HALF, DIM, ROPE)
+        a, b = _turn(a, b, cos_sin, cos_sin_stride, p, max_position, valid, ROPE)
         weight = tl.load(weights + r * weights_stride + head, mask=valid, other=0.0).to(tl.float32) * gate_factor
-        to = q + n[:, None] * DIM + columns[None, :]
+        to = (q + n.to(tl.int64) * DIM)[:, None]
         if FP8_KEYS:
-            x = _rotate(x, signs, NORM)
+            rest_is_bf16: tl.constexpr = projected.dtype.element_ty == tl.bfloat16
+            x = _rotate(a, b, c, signs_a, signs_b, signs_c, rest_is_bf16, NORM)
             bits = scale_bits(x)
-            tl.store(to, encode(x * inverse_of(bits)[:, None], CVT), mask=valid[:, None])
+            tl.store(to + tl.arange(0, DIM)[None, :], encode(x * inverse_of(bits)[:, None], CVT), mask=valid[:, None])
             weight *= scale_of(bits)
         else:
-            tl.store(to, x.to(q.dtype.element_ty), mask=valid[:, None])
+            tl.store(to + first[None, :], a.to(q.dtype.element_ty), mask=valid[:, None])
+            tl.store(to + second[None, :], b.to(q.dtype.element_ty), mask=valid[:, None])
+            tl.store(to + others[None, :], c.to(q.dtype.element_ty), mask=valid[:, None])
         tl.store(gate + n, weight, mask=valid)
 
 
@@ -244,6 +259,7 @@ def store_keys(
         float(eps),
         LAYER=bias is not None,
         PAGE=PAGE_SIZE,
+        num_warps=WARPS,
         **_common(projected.device, layout, fp8),
     )
 
@@ -264,8 +280,9 @@ def prepare_queries(
     if not vectors:
         return q, gate
     fp8 = dtype == FP8
+    tiles = triton.cdiv(vectors, TILE)
     programs = _PROGRAMS_PER_PROCESSOR * index_tables.gpu_of(projected.device).processors
-    queries_kernel[(min(triton.cdiv(vectors, TILE), programs),)](
+    queries_kernel[(min(tiles, programs),)](
         projected,
         weights,
         positions,
@@ -279,6 +296,7 @@ def prepare_queries(
         cos_sin.shape[0],
         heads**-0.5 * INDEX_DIM**-0.5,
         HEADS=heads,
+        num_warps=WARPS if tiles <= programs else MANY_WARPS,
         **_common(projected.device, layout, fp8),
     )
     return q, gate
@@ -294,6 +312,5 @@ def _common(device: torch.device, layout: str, fp8: bool) -> dict[str, object]:
         "DIM": INDEX_DIM,
         "ROPE": ROPE_DIM,
         "NORM": INDEX_DIM**-0.5,
-        "num_warps": WARPS,
         "enable_fp_fusion": False,
     }

@@ -39,7 +39,8 @@ def test_keys(name, layout, fp8):
 def test_queries(name, layout, fp8):
     types = {"weights": "*fp32", "q": "*u8" if fp8 else "*bf16", "gate": "*fp32", "gate_factor": "fp32"}
     fixed = constants(name, layout, fp8) | {"HEADS": 64}
-    compiled(index_front.queries_kernel, name, fixed, index_front.WARPS, **FLOATS, **INDICES, **types)
+    for warps in (index_front.WARPS, index_front.MANY_WARPS):
+        compiled(index_front.queries_kernel, name, fixed, warps, **FLOATS, **INDICES, **types)
 
 
 @pytest.mark.parametrize("name", SHARED)
