@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from sglang_dsa_plugin.tools import bench_cpu, bench_server, doctor, make_model_command
+from sglang_dsa_plugin.tools import bench_cpu, bench_server, check, doctor, make_model_command
 
 app = typer.Typer(
     name="sglang-dsa",
@@ -23,6 +23,7 @@ def main() -> None:
 
 app.command("make-model")(make_model_command.make_model)
 app.command("doctor")(doctor.doctor)
+app.command("check")(check.check)
 
 bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 bench.command("cpu")(bench_cpu.bench_cpu)

@@ -173,7 +173,12 @@ def plan_serving(
 
 
 def operator_choices(
-    device: str, layout: str, sm: int | None = None, dtype: torch.dtype | None = None, heads: int | None = None
+    device: str,
+    layout: str,
+    sm: int | None = None,
+    dtype: torch.dtype | None = None,
+    heads: int | None = None,
+    packages: str = "installed",
 ) -> dict[str, support.Choice]:
     """The implementation of each operator on the serving path, by the support table or SGLANG_DSA_PLUGIN_IMPL.
 
@@ -191,6 +196,7 @@ def operator_choices(
             heads=heads if attends else None,
             dtype=dtype if attends else None,
             rows=rows,
+            packages=packages,
         )
 
     many = support.MANY_ROWS
@@ -199,6 +205,19 @@ def operator_choices(
         "dense_mha": choose("dense_mha", many),
         **({"masked_mha": choose("masked_mha", many)} if device == "cpu" else {}),
     }
+
+
+def why_not_dense(
+    device: str, layout: str, dtype: torch.dtype, heads: int, sm: int | None = None, packages: str = "installed"
+) -> str | None:
+    """Why prefill of short requests should not run dense on this device, or None.
+
+    On a GPU the dense operator in torch is far slower than a sparse kernel, for the same result.
+    """
+    choices = operator_choices(device, layout, sm, dtype, heads, packages)
+    if device.startswith("cuda") and choices["dense_mha"].name == "torch" != choices["sparse_mla_prefill"].name:
+        return f"no dense kernel here ({choices['dense_mha'].reason})"
+    return None
 
 
 def forced_impl(operator: str) -> str | None:

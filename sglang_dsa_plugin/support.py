@@ -29,7 +29,10 @@ MANY_ROWS = 256
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of an operator; None where it does not matter or is not known yet."""
+    """What is asked of an operator; None where it does not matter or is not known yet.
+
+    packages: kernel packages to reckon with: those "installed" here, "all" of them, or "none".
+    """
 
     device: str
     sm: int | None = None
@@ -38,6 +41,7 @@ class Request:
     k: int | None = None
     dtype: torch.dtype | None = None
     many_rows: bool | None = None
+    packages: str = "installed"
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Implementation:
     dtypes: of q; None when any will do.
     package: module of the kernel package it needs.
     many_rows: only worth it, and only offered, from MANY_ROWS query rows on (a prefill).
+    run_on: compute capabilities whose tests have been run on such a GPU; elsewhere it is compiled for, or taken over.
     capturable: a CUDA graph may record it: it reads no values on the host, and its shapes follow from its arguments'.
     note: why the row exists or where it stops, shown by the doctor.
     """
@@ -70,6 +75,7 @@ class Implementation:
     dtypes: frozenset[torch.dtype] | None = None
     package: str | None = None
     many_rows: bool = False
+    run_on: frozenset[int] = frozenset({90})
     capturable: bool = False
     note: str = ""
 
@@ -91,7 +97,7 @@ class Implementation:
             return f"takes {names}, not {str(asked.dtype).removeprefix('torch.')}"
         if self.many_rows and asked.many_rows is False:
             return f"worth it from {MANY_ROWS} rows on"
-        if self.package is not None and not _installed(self.package):
+        if self.package is not None and not _there(self.package, asked.packages):
             return f"{self.package} is not installed"
         return None
 
@@ -256,8 +262,10 @@ def choose(
     k: int | None = None,
     dtype: torch.dtype | None = None,
     rows: int | None = None,
+    packages: str = "installed",
 ) -> Choice:
-    """Pick the implementation of `operator` for this device and these features (dtype: of q; rows: query rows).
+    """Pick the implementation of `operator` for this device and these features (dtype: of q; rows: query rows;
+    packages: see Request).
 
     `impl` forces a row by name. Raises ValueError when the operator is unknown, when a forced row does not exist or
     cannot run here (with its reason), or when no row can.
@@ -267,7 +275,7 @@ def choose(
     if kind == "cuda" and sm is None:
         sm = _device_sm(torch.device(device).index or 0)
     many = None if rows is None else rows >= MANY_ROWS
-    return _choose(operator, impl, Request(kind, sm, layout, heads, k, dtype, many))
+    return _choose(operator, impl, Request(kind, sm, layout, heads, k, dtype, many, packages))
 
 
 def resolve(
@@ -309,6 +317,10 @@ def _choose(operator: str, impl: str | None, asked: Request) -> Choice:
 def _import_target(target: str) -> Callable[..., Any]:
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def _there(package: str, packages: str) -> bool:
+    return packages == "all" or (packages == "installed" and _installed(package))
 
 
 @functools.cache

@@ -82,6 +82,7 @@ class DsaBackend(AttentionBackend):
             impl_masked=plan.forced_impl("masked_mha"),
         )
         self.masked = self._masked_prefill()
+        self._why_not_dense = plan.why_not_dense(str(self.device), pool.layout.name, self.model_dtype, self.heads)
         self.paths = dense_fallback.PathCounter()
         first_rank = get_parallel().tp_rank == 0
         self._metrics = report.prefill_metrics(counting_rank=first_rank and get_parallel().pp_rank == 0)
@@ -129,7 +130,7 @@ class DsaBackend(AttentionBackend):
             threshold=envs.SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD.get(),
             capacity=forward_batch.get_max_chunk_capacity(),
             masked=self.masked if rows == sum(extend) else None,
-            allowed=None if self.supports_mha_one_shot else "switched off by the hybrid backend",
+            allowed=self._why_not_dense if self.supports_mha_one_shot else "switched off by the hybrid backend",
         )
         step = metadata.extend_step(
             self.req_to_token,

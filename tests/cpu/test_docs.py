@@ -83,3 +83,12 @@ def test_config_files_hold_flags_of_sglang_and_say_whether_they_were_tried(confi
     ServerArgs.add_cli_args(parser)
     known = {option for action in parser._actions for option in action.option_strings}
     assert not {f"--{key}" for key in flags} - known
+
+
+def test_the_support_page_is_what_the_table_says():
+    from sglang_dsa_plugin.tools import support_page
+
+    page = (ROOT / "docs" / "support.md").read_text()
+    assert page == support_page.page(), "run: python -m sglang_dsa_plugin.tools.support_page > docs/support.md"
+    wanted = [f"SM {sm}" for sm in ("8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1")]
+    assert re.findall(r"^## (.*)$", page, re.M) == [*wanted, "CPU", "Combinations"]

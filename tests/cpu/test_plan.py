@@ -101,3 +101,42 @@ def test_a_name_that_no_operator_has_is_refused(monkeypatch):
     monkeypatch.setenv("SGLANG_DSA_PLUGIN_IMPL", "tritn")
     with pytest.raises(plan.Refusal, match=r"SGLANG_DSA_PLUGIN_IMPL='tritn': no operator has .* use .*torch"):
         plan.plan_serving(model_dtype=BF16)
+
+
+@pytest.mark.parametrize(
+    ("device", "sm", "layout", "packages", "dense"),
+    [
+        ("cuda", 90, "bf16_1152", "all", True),
+        ("cuda", 90, "bf16_1152", "none", False),
+        ("cuda", 120, "fp8_656", "all", False),
+        # Without a sparse kernel either, dense is the cheaper of two ways in torch.
+        ("cuda", 90, "fp32_2304", "none", True),
+        ("cpu", None, "bf16_1152", "none", True),
+    ],
+)
+def test_dense_prefill_only_where_it_is_not_the_slow_way(device, sm, layout, packages, dense):
+    dtype = torch.float32 if layout == "fp32_2304" else BF16
+    why = plan.why_not_dense(device, layout, dtype, 16, sm, packages)
+    assert (why is None) == dense
+    assert why is None or "no dense kernel" in why
+
+
+SMS = (80, 86, 89, 90, 100, 103, 120, 121)
+
+
+@pytest.mark.parametrize("packages", ["all", "none"])
+@pytest.mark.parametrize("sm", [None, *SMS])
+def test_every_cell_has_something_to_run(sm, packages):
+    device = "cpu" if sm is None else "cuda"
+    for kv in ("auto", "bf16", "fp8_e4m3"):
+        for heads in (8, 16, 32, 64, 128):
+            serving = plan.plan_serving(model_dtype=BF16, kv_cache_dtype=kv, device=device, sm=sm, heads=heads)
+            layout = serving.latent.name
+            choices = plan.operator_choices(device, layout, sm, BF16, heads, packages)
+            assert all(choice.reason for choice in choices.values())
+            assert choices["sparse_mla"].name == ("torch" if sm is None else "triton")
+            assert serving.capturable == (sm is not None)
+            for k in (64, 256, 1024, 2048):
+                assert support.choose("index_select_paged", device=device, sm=sm, k=k).implementation.load()
+            if packages == "none":
+                assert all(choice.implementation.package is None for choice in choices.values())

@@ -1,0 +1,90 @@
+"""docs/support.md, written from the support table: python -m sglang_dsa_plugin.tools.support_page > docs/support.md"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from sglang_dsa_plugin import plan, served_flags
+
+GPUS = (80, 86, 89, 90, 100, 103, 120, 121)
+HEADS = (8, 16, 32, 64, 128)
+# (model dtype, --kv-cache-dtype)
+POOLS = ((torch.bfloat16, "auto"), (torch.bfloat16, "bf16"), (torch.bfloat16, "fp8_e4m3"), (torch.float32, "auto"))
+
+_HEAD = """# What runs where
+
+Written from the support table (`sglang_dsa_plugin/support.py`); a test compares the two. A cell names the
+implementation that is chosen: `triton` and `torch` are this package's, `flash_mla` and `fa3` are kernels of packages
+that SGLang brings, called through checked adapters. `a / b` means a with the package installed, b without it. Head
+counts are those of one rank. Where dense prefill is `torch` on a GPU and sparse is not, short prompts run sparse
+instead. The choice does not depend on k from 64 to 4096, nor on the length of a request.
+"""
+
+
+def page() -> str:
+    """The whole file."""
+    return "\n".join([_HEAD, *_gpus(), *_cpu(), *_combinations()]).rstrip() + "\n"
+
+
+def _gpus() -> Iterator[str]:
+    for sm in GPUS:
+        run = "run on such a GPU (H200)" if sm == 90 else "**not run**: compiled for, chosen by a mocked capability"
+        yield f"## SM {sm // 10}.{sm % 10}\n\n{run}\n\n" + _table("cuda", sm)
+
+
+def _cpu() -> Iterator[str]:
+    yield "## CPU\n\nrun and served, see docs/benchmarks.md\n\n" + _table("cpu", None)
+
+
+def _table(device: str, sm: int | None) -> str:
+    columns = ("latent row", "decode", "prefill", "dense prefill", "scores and picks", "decode graph")
+    lines = [f"| model, `--kv-cache-dtype` | {' | '.join(columns)} |", "| --- " * (len(columns) + 1) + "|"]
+    for dtype, kv in POOLS:
+        found = plan.plan_serving(model_dtype=dtype, kv_cache_dtype=kv, device=device, sm=sm)
+        cells = [
+            _over_heads(device, sm, dtype, found.latent.name, operator)
+            for operator in ("sparse_mla", "sparse_mla_prefill", "dense_mha", "index_select_paged")
+        ]
+        graph = "yes" if found.capturable else "no"
+        name = f"{str(dtype).removeprefix('torch.')}, {kv}"
+        lines.append(f"| {name} | {found.latent.row_bytes} B | {' | '.join(cells)} | {graph} |")
+    return "\n".join(lines) + "\n"
+
+
+def _over_heads(device: str, sm: int | None, dtype: torch.dtype, layout: str, operator: str) -> str:
+    """Implementations by head count, in one cell: "triton, 64 and 128 heads flash_mla / triton"."""
+
+    def name(heads: int) -> str:
+        both = [
+            plan.operator_choices(device, layout, sm, dtype, heads, packages)[operator].name
+            for packages in ("all", "none")
+        ]
+        return " / ".join(dict.fromkeys(both))
+
+    groups: dict[str, list[int]] = {}
+    for heads in HEADS:
+        groups.setdefault(name(heads), []).append(heads)
+    usual = max(groups, key=lambda n: len(groups[n]))
+    rest = [f"{_words(heads)} heads {found}" for found, heads in groups.items() if found != usual]
+    return ", ".join([usual, *rest])
+
+
+def _words(numbers: list[int]) -> str:
+    return " and ".join(map(str, numbers))
+
+
+def _combinations() -> Iterator[str]:
+    yield "## Combinations\n\nRefused when the server starts, by a message that names the flag and what to do:\n"
+    yield "| flag | served |\n| --- | --- |"
+    yield "| `--page-size` | 64, or left out |"
+    yield f"| `--kv-cache-dtype` | {', '.join(plan.KV_CACHE_DTYPES)} |"
+    yield "| `--dtype` | bfloat16, float32 |"
+    yield "| `--dsa-prefill-backend`, `--dsa-decode-backend` | left out: the table above chooses |"
+    for flag, values in served_flags.served_values().items():
+        yield f"| `{flag}` | {values} |"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

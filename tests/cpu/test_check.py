@@ -1,0 +1,62 @@
+"""`sglang-dsa check`: it looks at every operator, passes what is right and fails what is wrong."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from sglang_dsa_plugin import support
+from sglang_dsa_plugin.cli import app
+from sglang_dsa_plugin.kernels.torch_impl import select, sparse_mla
+from sglang_dsa_plugin.tools import check, check_cases
+
+
+def test_every_operator_has_a_case():
+    assert {case.operator for case in check_cases.cases()} == {row.operator for row in support.rows()}
+
+
+def test_all_is_right_on_a_cpu(tmp_path):
+    out = tmp_path / "verdicts.json"
+    result = CliRunner().invoke(app, ["check", "--device", "cpu", "--json", str(out)])
+    assert result.exit_code == 0, result.output
+    verdicts = json.loads(out.read_text())
+    assert {v["operator"] for v in verdicts} == {row.operator for row in support.rows()}
+    assert all(v["error"] is None and v["worst"] <= 1 and v["cases"] for v in verdicts)
+
+
+def off_by_a_pick(*arguments, **options):
+    picks = select.topk(*arguments, **options)
+    return torch.where(picks == picks.amax(), picks - 1, picks)
+
+
+def off_by_a_percent(*arguments, **options):
+    out, lse = sparse_mla.sparse_mla(*arguments, **options)
+    return out * 1.02, lse
+
+
+def nothing(*_arguments, **_options):
+    raise RuntimeError("no kernel image")
+
+
+@pytest.mark.parametrize(
+    ("operator", "wrong", "said"),
+    [("topk", off_by_a_pick, "ties"), ("sparse_mla", off_by_a_percent, "heads"), ("topk", nothing, "no kernel image")],
+)
+def test_what_is_wrong_is_named(monkeypatch, operator, wrong, said):
+    row = support.Implementation(operator, "wrong", wrong)
+    monkeypatch.setattr(support, "_ROWS", [*support.rows(operator), row])
+    support._choose.cache_clear()
+    try:
+        right, bad = (v for v in check.verdicts_on("cpu", operator) if v.operator == operator)
+        assert right.ok and right.implementation == "torch"
+        assert not bad.ok and bad.implementation == "wrong" and said in (bad.error or bad.worst_case)
+        result = CliRunner().invoke(app, ["check", "--device", "cpu", "--only", operator])
+        assert result.exit_code == 1 and "1 wrong" in result.output
+    finally:
+        support._choose.cache_clear()
+
+
+def test_a_name_that_no_operator_has():
+    result = CliRunner().invoke(app, ["check", "--device", "cpu", "--only", "nonesuch"])
+    assert result.exit_code == 2 and "nonesuch" in result.output
