@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,6 +30,7 @@ BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_atte
 DSA_NAMES = ("dsa", "nsa")
 # Declared as SGLang's own dsa_*_backend, so that no built-in layout or rope rule keyed by a kernel's name applies.
 KERNELS = "sglang_dsa_plugin"
+FUSED_OPS = "SGLANG_FORCE_FUSED_OP_BACKEND"
 
 
 def register() -> str:
@@ -70,6 +72,8 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
         previous(server_args)
     graphs = _captured_phases(server_args, serving)
     declare_resolution(server_args, SOURCE, kv_cache_dtype=serving.kv_cache_dtype, cuda_graph_config=graphs)
+    if serving.latent.dtype == torch.float32 and torch.cuda.is_available():
+        _float32_operators()
     if user.get("chunked_prefill_size") is None and not torch.cuda.is_available():
         declare_resolution(server_args, SOURCE, **_first_chunk_dense(server_args, dsa.index_topk))
     logger.info("sglang-dsa-plugin plan: %s", serving.describe())
@@ -123,6 +127,15 @@ def _captured_phases(server_args: Any, serving: plan.ServingPlan) -> Any:
     if not serving.capturable:
         graphs = with_phase(graphs, Phase.DECODE, backend=Backend.DISABLED)
     return graphs
+
+
+def _float32_operators() -> None:
+    """SGLang's norms, activations and experts in torch: its GPU kernels for them take 16-bit dtypes only.
+
+    A switch of SGLang, read where an operator first runs; the processes started later inherit it.
+    """
+    if os.environ.setdefault(FUSED_OPS, "torch") != "torch":
+        logger.warning("%s=%s: a float32 model wants torch here", FUSED_OPS, os.environ[FUSED_OPS])
 
 
 def _first_chunk_dense(server_args: Any, index_topk: int) -> dict[str, int]:

@@ -7,6 +7,7 @@ Arguments: those of the server.
 import dataclasses
 import importlib.machinery
 import json
+import os
 import sys
 import types
 from unittest.mock import MagicMock
@@ -69,7 +70,12 @@ def resolve(args):
     view = resolving_view(server_args)
     fields = getattr(server_args, "__struct_fields__", None) or [f.name for f in dataclasses.fields(server_args)]
     platform = type(current_platform._resolve() if hasattr(current_platform, "_resolve") else current_platform)
-    return {"platform": platform.__name__, "args": {name: repr(getattr(view, name)) for name in fields}}
+    switches = {name: value for name, value in os.environ.items() if name.startswith("SGLANG_FORCE")}
+    return {
+        "platform": platform.__name__,
+        "environment": switches,
+        "args": {name: repr(getattr(view, name)) for name in fields},
+    }
 
 
 if __name__ == "__main__":

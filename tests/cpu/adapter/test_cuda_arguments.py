@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,7 @@ def resolved(tmp_path_factory):
         "llama off": (directory / "llama", "off"),
         "llama on": (directory / "llama", "on"),
         "dsa on": (directory / "dsa", "on"),
+        "dsa float32": (directory / "dsa", "on", "--dtype", "float32"),
     }
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(cases, pool.map(lambda case: resolve(*case), cases.values())))
@@ -63,3 +65,19 @@ def test_a_model_with_dsa_gets_the_plan(resolved):
     assert args["page_size"] == "64"
     assert args["kv_cache_dtype"] == "'bfloat16'"
     assert args["dsa_prefill_backend"] == args["dsa_decode_backend"] == "'sglang_dsa_plugin'"
+
+
+def phases(resolved):
+    """Backend of each CUDA graph phase by name."""
+    return dict(re.findall(r"(decode|prefill)=PhaseConfig\(backend='(\w+)'", resolved["args"]["cuda_graph_config"]))
+
+
+def test_decode_is_captured_with_the_kernels_and_not_in_torch(resolved):
+    kernels, plain = phases(resolved["dsa on"]), phases(resolved["dsa float32"])
+    assert kernels["prefill"].lower() == plain["prefill"].lower() == "disabled"
+    assert kernels["decode"].lower() != "disabled" and plain["decode"].lower() == "disabled"
+
+
+def test_a_float32_model_gets_operators_that_take_it(resolved):
+    assert resolved["dsa float32"]["environment"] == {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"}
+    assert resolved["dsa on"]["environment"] == {}
