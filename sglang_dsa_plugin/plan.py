@@ -113,12 +113,15 @@ def plan_serving(
     device: str = "cpu",
     sm: int | None = None,
     heads: int | None = None,
+    index_heads: int | None = None,
+    topk: int | None = None,
 ) -> ServingPlan:
     """Decide for one server.
 
     model_dtype: dtype the model computes in (float32 or bfloat16).  kv_cache_dtype, page_size, prefill_backend,
     decode_backend: SGLang's flags as the user gave them, None when unset.  device: torch device type.  sm: compute
-    capability x 10 on CUDA.  heads: attention heads of one rank. Raises Refusal naming the flag and the remedy.
+    capability x 10 on CUDA.  heads: attention heads of one rank.  index_heads, topk: of the
+    indexer. Raises Refusal naming the flag and the remedy.
     """
     if model_dtype not in (torch.bfloat16, torch.float32):
         raise Refusal(
@@ -139,14 +142,13 @@ def plan_serving(
     for flag, value in (("--dsa-prefill-backend", prefill_backend), ("--dsa-decode-backend", decode_backend)):
         if value is not None:
             raise Refusal(
-                f"{flag} {value} names a GPU kernel that this version does not serve; leave the flag out (operators "
-                "run in torch "
-                "on every device), or set SGLANG_DSA_PLUGIN=off to use SGLang's built-in DSA on a GPU"
+                f"{flag} {value} names a GPU kernel that this version does not serve; leave the flag out "
+                "(docs/support.md says what runs on which device), or set SGLANG_DSA_PLUGIN=off to use SGLang's built-in DSA on a GPU"
             )
     kv_dtype, resolved = _kv_dtype(kv_cache_dtype, model_dtype)
     latent = latent_layout(kv_dtype, prefill_backend, decode_backend)
     keys = index_key_dtype(model_dtype)
-    choices = operator_choices(device, latent.name, sm, model_dtype, heads)
+    choices = operator_choices(device, latent.name, sm, model_dtype, heads, index_heads=index_heads, topk=topk)
     host_reader = next((op for op in DECODE_OPERATORS if not choices[op].implementation.capturable), None)
     asked = f"--kv-cache-dtype {kv_cache_dtype}"
     reasons = {
@@ -179,10 +181,13 @@ def operator_choices(
     dtype: torch.dtype | None = None,
     heads: int | None = None,
     packages: str = "installed",
+    index_heads: int | None = None,
+    topk: int | None = None,
 ) -> dict[str, support.Choice]:
     """The implementation of each operator on the serving path, by the support table or SGLANG_DSA_PLUGIN_IMPL.
 
-    "sparse_mla" is decode's, "sparse_mla_prefill" that of calls with many rows. dtype: of the model; heads: of a rank.
+    "sparse_mla" is decode's, "sparse_mla_prefill" that of calls with many rows. dtype: of the model; heads: of a rank;
+    index_heads, topk: of the indexer.
     """
 
     def choose(operator: str, rows: int) -> support.Choice:
@@ -193,7 +198,8 @@ def operator_choices(
             impl=forced_impl(operator),
             sm=sm,
             layout=layout,
-            heads=heads if attends else None,
+            heads=heads if attends else index_heads if operator == "index_select_paged" else None,
+            k=topk if operator in ("sparse_mla", "index_select_paged") else None,
             dtype=dtype if attends else None,
             rows=rows,
             packages=packages,

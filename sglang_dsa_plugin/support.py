@@ -59,7 +59,6 @@ class Implementation:
     dtypes: of q; None when any will do.
     package: module of the kernel package it needs.
     many_rows: only worth it, and only offered, from MANY_ROWS query rows on (a prefill).
-    run_on: compute capabilities whose tests have been run on such a GPU; elsewhere it is compiled for, or taken over.
     capturable: a CUDA graph may record it: it reads no values on the host, and its shapes follow from its arguments'.
     note: why the row exists or where it stops, shown by the doctor.
     """
@@ -75,7 +74,6 @@ class Implementation:
     dtypes: frozenset[torch.dtype] | None = None
     package: str | None = None
     many_rows: bool = False
-    run_on: frozenset[int] = frozenset({90})
     capturable: bool = False
     note: str = ""
 
@@ -105,7 +103,8 @@ class Implementation:
         """Import and return the callable; ImportError names the operator and implementation."""
         if callable(self.target):
             return self.target
-        return _import_target(self.target)
+        found = _import_target(self.target)
+        return _on_its_device(found) if self.devices == {"cuda"} else found
 
 
 @dataclass(frozen=True)
@@ -221,10 +220,10 @@ _VENDOR_ROWS = [
         "fa3",
         f"{_VENDOR}.fa3:dense_mha",
         devices=frozenset({"cuda"}),
-        sm=frozenset({80, 86, 87, 89, 90}),
+        sm=frozenset({90}),
         dtypes=_BF16,
         package="sgl_kernel",
-        note="FlashAttention 3 as sgl-kernel builds it; run on SM 9.0",
+        note="FlashAttention 3 as sgl-kernel builds it; on SM 8.x it takes no values narrower than keys",
     ),
 ]
 
@@ -317,6 +316,20 @@ def _choose(operator: str, impl: str | None, asked: Request) -> Choice:
 def _import_target(target: str) -> Callable[..., Any]:
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+@functools.cache
+def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Kernels are launched on the current device, which need not be that of the first argument, a tensor."""
+
+    @functools.wraps(function)
+    def run(first: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        if first.device.type != "cuda" or first.device.index == torch.cuda.current_device():
+            return function(first, *arguments, **options)
+        with torch.cuda.device(first.device):
+            return function(first, *arguments, **options)
+
+    return run
 
 
 def _there(package: str, packages: str) -> bool:

@@ -73,11 +73,11 @@ class DsaBackend(AttentionBackend):
         self.dsa_decode_impl = get_exec().kernel.dsa_decode_backend
         self.hisparse_coordinator = None
         self.supports_mha_one_shot = True
-        self.decode_cuda_graph_metadata: dict[int, metadata.StepMetadata] = {}
         self.forward_metadata: metadata.StepMetadata | None = None
         self.core = core.AttentionCore(
             pool.layout,
             impl_sparse=plan.forced_impl("sparse_mla"),
+            impl_slots=plan.forced_impl("positions_to_slots"),
             impl_dense=plan.forced_impl("dense_mha"),
             impl_masked=plan.forced_impl("masked_mha"),
         )
@@ -88,6 +88,12 @@ class DsaBackend(AttentionBackend):
         self._metrics = report.prefill_metrics(counting_rank=first_rank and get_parallel().pp_rank == 0)
         if first_rank and not model_runner.is_draft_worker:
             logger.info(report.serving_line(self, pool))
+
+    def describe_prefill(self) -> str:
+        """How prefill runs, in words, for the start-up line."""
+        if self._why_not_dense is not None:
+            return f"prefill sparse at every length: {self._why_not_dense}"
+        return f"prefill dense up to the threshold, past it {self.masked.describe()}"
 
     # Planning
 
@@ -123,14 +129,15 @@ class DsaBackend(AttentionBackend):
         prefix = [int(p) for p in forward_batch.extend_prefix_lens_cpu]
         extend = [int(e) for e in forward_batch.extend_seq_lens_cpu]
         rows = forward_batch.positions.shape[0]
+        # Expanded keys follow the requests, so padding has no place among them.
+        why_not = "the batch is padded" if rows != sum(extend) else self._why_not_dense
         decision = dense_fallback.decide(
-            plain_prefill=True,
             prefix=prefix,
             extend=extend,
             threshold=envs.SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD.get(),
             capacity=forward_batch.get_max_chunk_capacity(),
-            masked=self.masked if rows == sum(extend) else None,
-            allowed=self._why_not_dense if self.supports_mha_one_shot else "switched off by the hybrid backend",
+            masked=self.masked,
+            allowed=why_not if self.supports_mha_one_shot else "switched off by the hybrid backend",
         )
         step = metadata.extend_step(
             self.req_to_token,
@@ -177,6 +184,11 @@ class DsaBackend(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing to set up: a captured step makes its metadata inside the graph, in the graph's own memory."""
 
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Forget the last eager step before a capture: its tensors must not end up in a graph."""
+        if in_capture:
+            self.forward_metadata = None
+
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Decode metadata as part of the captured graph, from the runner's static buffers.
 
@@ -214,16 +226,21 @@ class DsaBackend(AttentionBackend):
 
         q [T,H,nope+rope] and its rope part q_pe, kv_a [T,512] normed latent, k_pe [T,1,64] before rope. Returns q, and
         k, v over prefix and new tokens in request order. All row layouts go through the pool, so fp8 rows need no path
-        of their own.
+        of their own; where the pool rounds, the new rows are read back, so that an answer does not depend on what was
+        cached before and which path a batch took.
         """
         if layer.rotary_emb is not None:
             q_pe, k_pe = layer.rotary_emb(positions, q_pe, k_pe)
             q[..., layer.qk_nope_head_dim :] = q_pe
         latent, rope = kv_a.reshape(-1, LATENT_DIM), k_pe.reshape(-1, ROPE_DIM)
-        self.token_to_kv_pool.set_mla_kv_buffer(layer.attn_mha, KVWriteLoc.for_batch(forward_batch), latent, rope)
+        pool, where = self.token_to_kv_pool, KVWriteLoc.for_batch(forward_batch)
+        pool.set_mla_kv_buffer(layer.attn_mha, where, latent, rope)
+        if pool.layout.dtype != q.dtype:
+            stored = pool.get_mla_kv_buffer(layer.attn_mha, forward_batch.out_cache_loc, q.dtype)
+            latent, rope = (part.squeeze(1) for part in stored)
         step = self.forward_metadata
         if step.prefix_slots.numel():
-            old = self.token_to_kv_pool.get_mla_kv_buffer(layer.attn_mha, step.prefix_slots, q.dtype)
+            old = pool.get_mla_kv_buffer(layer.attn_mha, step.prefix_slots, q.dtype)
             keys = core.interleave_prefix(
                 torch.cat([part.squeeze(1) for part in old], dim=-1),
                 torch.cat([latent, rope], dim=-1),

@@ -44,7 +44,15 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("platforms.interface.SRTPlatform.post_load_model", ("model",)),
     Symbol("platforms.cpu.CpuDeviceMixin"),
     Symbol("platforms.cuda.CudaSRTPlatform"),
-    Symbol("layers.attention.base_attn_backend.AttentionBackend"),
+    Symbol("layers.attention.base_attn_backend.AttentionBackend.init_forward_metadata", ("forward_batch",)),
+    Symbol(
+        "layers.attention.base_attn_backend.AttentionBackend.init_forward_metadata_out_graph",
+        ("forward_batch", "in_capture"),
+    ),
+    Symbol("layers.attention.base_attn_backend.AttentionBackend.init_forward_metadata_in_graph", ("forward_batch",)),
+    Symbol("layers.attention.base_attn_backend.AttentionBackend.init_cuda_graph_state", ("max_bs", "max_num_tokens")),
+    Symbol("layers.attention.base_attn_backend.AttentionBackend.get_cuda_graph_seq_len_fill_value"),
+    Symbol("model_executor.forward_batch_info.ForwardBatch.get_max_chunk_capacity"),
     Symbol(
         "layers.attention.dsa_backend.DeepseekSparseAttnBackend",
         ("model_runner", "skip_prefill", "speculative_step_id", "topk", "speculative_num_steps"),

@@ -20,7 +20,12 @@ def serving_line(backend: DsaBackend, pool: DsaPool) -> str:
     layers, indexing = pool.layer_num, sum(pages.shape[0] > 0 for pages in pool.index_pages.buffer)
     config = backend.config
     choice = plan.operator_choices(
-        str(backend.device), pool.layout.name, dtype=backend.model_dtype, heads=backend.heads
+        str(backend.device),
+        pool.layout.name,
+        dtype=backend.model_dtype,
+        heads=backend.heads,
+        index_heads=config.index_n_heads,
+        topk=config.index_topk,
     )
     return (
         f"sglang-dsa-plugin {__version__} serves {config.architecture}: "
@@ -33,7 +38,7 @@ def serving_line(backend: DsaBackend, pool: DsaPool) -> str:
         f"{'rotated ' if keys == FP8 else ''}{_name(keys)} keys of {index_token_bytes(keys)} B in {indexing} of "
         f"{layers} layers, because "
         f"SGLANG_DSA_PLUGIN_INDEX_KEYS={settings.index_keys()}); "
-        f"prefill dense up to the threshold, past it {backend.masked.describe()}"
+        f"{backend.describe_prefill()}"
     )
 
 

@@ -15,12 +15,13 @@ from sglang_dsa_plugin.ops import dense_mha, masked_mha, sparse_mla
 
 @dataclass(frozen=True)
 class AttentionCore:
-    """layout: of the cached rows.  impl_sparse, impl_dense, impl_masked: implementation names, None to let the support
-    table choose.
+    """layout: of the cached rows.  impl_sparse, impl_slots, impl_dense, impl_masked: implementation names, None to let
+    the support table choose.
     """
 
     layout: LatentLayout
     impl_sparse: str | None = None
+    impl_slots: str | None = None
     impl_dense: str | None = None
     impl_masked: str | None = None
 
@@ -47,7 +48,7 @@ class AttentionCore:
         out, _ = sparse_mla.sparse_mla(
             torch.cat([q_latent, q_rope], dim=-1),
             rows,
-            step.slots_of(picks),
+            step.slots_of(picks, self.impl_slots),
             scale,
             self.layout.name,
             sink=sink,

@@ -39,7 +39,6 @@ SPARSE_DECODE = Decision("sparse", "decode is always sparse")
 
 def decide(
     *,
-    plain_prefill: bool,
     prefix: Sequence[int],
     extend: Sequence[int],
     threshold: int,
@@ -49,15 +48,12 @@ def decide(
 ) -> Decision:
     """The path of one prefill batch of `extend[b]` new tokens after `prefix[b]` cached ones.
 
-    plain_prefill: a prefill (chunk or mixed batch included), not speculative and not inside a captured graph.
     threshold: longest length that runs dense (default index_topk; above it dense attends to more tokens than the model
     was trained to). capacity: most keys expanded at once on the dense path. masked: what judges the masked path, None
-    where there is none. allowed: None, or why expanded keys are ruled out for this server.
+    where there is none. allowed: None, or why expanded keys are ruled out.
     """
     if allowed is not None:
         return Decision("sparse", allowed)
-    if not plain_prefill:
-        return Decision("sparse", "not a plain prefill")
     longest = max((p + e for p, e in zip(prefix, extend)), default=0)
     if longest > threshold:
         reason = f"longest request {longest} > threshold {threshold}"

@@ -2,7 +2,7 @@
 
 Both ways give the same result. Absorbed (ops.sparse_mla) multiplies 576 + 512 values for each picked key and head and
 projects every new token twice (q into the latent space, the output out of it). Masked (ops.masked_mha) projects every
-cached and new token once, for all layers' heads, and then multiplies 192 + 128 values (V3.2) for each key that a row
+cached and new token once a layer, for all heads, and then multiplies 192 + 128 values (V3.2) for each key that a row
 sees, picked or not. So masked wins with many rows on contexts of a few k, absorbed with few rows or very long contexts.
 
 It is offered on a CPU only: on a GPU a gather of picked rows is cheap and products of many rows are not the limit.

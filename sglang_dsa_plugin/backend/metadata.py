@@ -59,7 +59,7 @@ class StepMetadata:
             self._counts = self.lengths.clamp(max=k)
         return self._counts
 
-    def slots_of(self, picks: torch.Tensor) -> torch.Tensor:
+    def slots_of(self, picks: torch.Tensor, impl: str | None = None) -> torch.Tensor:
         """Token slots [R,k] of picked positions [R,k]; -1 stays.
 
         Layers that reuse picks hand in the very same tensor, so the last translation is kept and compared by identity.
@@ -69,7 +69,9 @@ class StepMetadata:
             used = picks
             if picks is self._all and picks.device.type == "cpu":
                 used = picks[:, : self.max_length]
-            self._slots = select.positions_to_slots(used, self.page_table, self.row_to_request, page_size=PAGE_SIZE)
+            self._slots = select.positions_to_slots(
+                used, self.page_table, self.row_to_request, page_size=PAGE_SIZE, impl=impl
+            )
             self._picks = picks
         return self._slots
 

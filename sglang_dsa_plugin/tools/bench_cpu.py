@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -25,7 +24,7 @@ import typer
 from sglang_dsa_plugin import __version__
 from sglang_dsa_plugin.tools.bench_client import Client, decode_rate
 from sglang_dsa_plugin.tools.make_model import make_model
-from sglang_dsa_plugin.tools.serve import SIGNALS, running
+from sglang_dsa_plugin.tools.serve import running, stop_with_this_command
 from sglang_dsa_plugin.tools.serve_plan import Launch, plan_launch
 from sglang_dsa_plugin.tools.serve_wait import in_use, wait_ready
 
@@ -45,8 +44,7 @@ def bench_cpu(
     json_out: Annotated[Path | None, typer.Option("--json", help="also write the figures to this file")] = None,
 ) -> None:
     """Measure decode and prefill of the served model on this CPU (starts and stops a server)."""
-    for number in SIGNALS:  # so that the server is stopped when this command is
-        signal.signal(number, lambda caught, _frame: sys.exit(128 + caught))
+    stop_with_this_command()
     with tempfile.TemporaryDirectory(prefix="sglang-dsa-bench-") as work:
         model = Path(work) / "model"
         shape = {

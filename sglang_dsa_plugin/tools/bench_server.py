@@ -19,16 +19,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
+import httpx
 import typer
 
 from sglang_dsa_plugin import __version__
 from sglang_dsa_plugin.tools.bench_client import Client, decode_rate
 from sglang_dsa_plugin.tools.make_model import make_model
-from sglang_dsa_plugin.tools.serve import running
+from sglang_dsa_plugin.tools.serve import running, stop_with_this_command
 from sglang_dsa_plugin.tools.serve_plan import Failure, Launch, plan_launch
 from sglang_dsa_plugin.tools.serve_wait import in_use, say, wait_ready
 
-SIDES = {"plugin": {}, "builtin": {"SGLANG_DSA_PLUGIN": "off"}}
+SIDES = {"plugin": {"SGLANG_DSA_PLUGIN": "on"}, "builtin": {"SGLANG_DSA_PLUGIN": "off"}}
 
 
 def bench_server(
@@ -54,6 +55,7 @@ def bench_server(
     if unknown:
         raise typer.BadParameter(f"--sides {unknown[0]}: use {' and '.join(SIDES)}, comma-separated")
     lengths, together = _numbers("--prompts", prompts), _numbers("--concurrency", concurrency)
+    stop_with_this_command()
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="sglang-dsa-bench-") as work:
         model = Path(work) / "model"
@@ -69,10 +71,12 @@ def bench_server(
             try:
                 with running(launch, log, SIDES[side]) as server:
                     startup = wait_ready(server, launch, log, start_limit)
+                    if (in_use(log) is None) != (side == "builtin"):
+                        raise Failure(f"the log {log} does not say that this is the {side}")
                     figures = measure(launch, lengths, together, new_tokens, repeats)
                 runs.append({"side": side, "startup_s": round(startup, 1), "in_use": in_use(log), "ms": figures})
-            except Failure as failure:
-                say(f"{side}: {failure}")
+            except (Failure, RuntimeError, httpx.HTTPError) as failure:
+                say(f"{side}: {failure!r}")
                 runs.append({"side": side, "failed": str(failure)[:2000]})
     record = {
         "command": " ".join(["sglang-dsa", *sys.argv[1:]]),

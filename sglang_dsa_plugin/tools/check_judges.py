@@ -31,14 +31,26 @@ class Case:
 
 
 def equal(got: Tensors, want: Tensors) -> float:
-    """Every bit counts; NaN equals NaN."""
+    """Every value counts; NaN equals NaN, and zero equals minus zero."""
     for a, b in zip(got, want, strict=True):
         if a is None or b is None:
             if a is not b:
                 return math.inf
-        elif a.shape != b.shape or not torch.equal(torch.nan_to_num(a.double()), torch.nan_to_num(b.double())):
+        elif not torch.equal(_finite(a), _finite(b)) or not _same_kind(a, b):
             return math.inf
     return 0.0
+
+
+def _same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """The same shape, with NaN, inf and -inf in the same places."""
+    a, b = a.double(), b.double()
+    return a.shape == b.shape and all(
+        torch.equal(kind(a), kind(b)) for kind in (torch.isnan, torch.isposinf, torch.isneginf)
+    )
+
+
+def _finite(x: torch.Tensor) -> torch.Tensor:
+    return torch.nan_to_num(x.double(), nan=0, posinf=0, neginf=0)
 
 
 def close(relative: float, absolute: float = 0.0) -> Judge:
@@ -49,10 +61,9 @@ def close(relative: float, absolute: float = 0.0) -> Judge:
         for a, b in zip(got, want, strict=True):
             if a is None or b is None:
                 continue
-            a, b = a.double(), b.double()
-            if not torch.equal(torch.isinf(a), torch.isinf(b)):
+            if not _same_kind(a, b):
                 return math.inf
-            a, b = torch.nan_to_num(a, posinf=0, neginf=0), torch.nan_to_num(b, posinf=0, neginf=0)
+            a, b = _finite(a), _finite(b)
             bound = absolute + relative * b.abs().amax(dim=-1, keepdim=True).clamp_min(1e-30)
             worst = max(worst, float(((a - b).abs() / bound).amax())) if a.numel() else worst
         return worst
@@ -62,17 +73,21 @@ def close(relative: float, absolute: float = 0.0) -> Judge:
 
 def attention(got: Tensors, want: Tensors) -> float:
     """Output within 1e-3 of the row's largest value (or 2/128 of itself), lse within 1e-5 + 2e-6 |lse|."""
-    (out, lse), (want_out, want_lse) = (tuple(t.double() for t in pair) for pair in (got[:2], want[:2]))
-    none = torch.isinf(want_lse)
-    if not torch.equal(torch.isinf(lse), none) or (out[none] != 0).any():
-        return math.inf
-    of_lse = ((lse - want_lse).abs() / (1e-5 + 2e-6 * want_lse.abs()))[~none]
+    out, want_out = got[0].double(), want[0].double()
     largest = want_out.abs().amax(dim=-1, keepdim=True).clamp(min=1)
-    of_out = (out - want_out).abs() / torch.maximum(1e-3 * largest, 2 / 128 * want_out.abs())
-    return max(float(of_lse.amax()), float(of_out.amax()))
+    return _attention(got, want, torch.maximum(1e-3 * largest, 2 / 128 * want_out.abs()), (out - want_out).abs())
+
+
+def _attention(got: Tensors, want: Tensors, bound: torch.Tensor, error: torch.Tensor) -> float:
+    out, lse, want_lse = got[0], got[1].double(), want[1].double()
+    none = torch.isneginf(want_lse)
+    if not all(_same_kind(a, b) for a, b in zip(got[:2], want[:2])) or (out[none] != 0).any():
+        return math.inf
+    of_lse = (_finite(lse) - _finite(want_lse)).abs() / (1e-5 + 2e-6 * _finite(want_lse).abs())
+    return max(float(of_lse.amax()), float((error / bound).amax()))
 
 
 def rounded_attention(got: Tensors, want: Tensors) -> float:
-    """Output within 2^-8 of (sum of weight * |value| + |output|): want is (out, lse, that sum)."""
+    """Output within 2^-8 of (sum of weight * |value| + |output|), lse as above: want is (out, lse, that sum)."""
     out, want_out, spread = got[0].double(), want[0].double(), want[2].double()
-    return float(((out - want_out).abs() / (2**-8 * (spread + want_out.abs()) + 1e-5)).amax())
+    return _attention(got, want, 2**-8 * (spread + want_out.abs()) + 1e-5, (out - want_out).abs())

@@ -140,7 +140,8 @@ def _operator(report: Report, operator: str, device: str, sm: int | None) -> dic
     from sglang_dsa_plugin import plan, support
 
     try:
-        choice = support.choose(operator, device=device, sm=sm, impl=plan.forced_impl(operator))
+        # As in decode; the plans say where prefill differs.
+        choice = support.choose(operator, device=device, sm=sm, impl=plan.forced_impl(operator), rows=1)
         choice.implementation.load()
     except Exception as error:
         report.problems.append(str(error) if isinstance(error, ValueError) else f"{operator}: {error!r}")

@@ -115,8 +115,7 @@ def stop(server: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
 
-    for number in SIGNALS:
-        signal.signal(number, kill)
+    before = {number: signal.signal(number, kill) for number in SIGNALS}
     if server.poll() is None:
         say("stopping the server")
         server.terminate()
@@ -124,6 +123,14 @@ def stop(server: subprocess.Popen[bytes]) -> None:
             server.wait(STOP_GRACE_S)
     kill()
     server.wait()
+    for number, handler in before.items():  # the group's number may soon be another's
+        signal.signal(number, handler)
+
+
+def stop_with_this_command() -> None:
+    """Turn the signals that end a process into SystemExit, so that a server in `running` is stopped with it."""
+    for number in SIGNALS:
+        signal.signal(number, _leave)
 
 
 def how_to_ask(launch: Launch) -> str:

@@ -35,13 +35,29 @@ def off_by_a_percent(*arguments, **options):
     return out * 1.02, lse
 
 
+def not_a_number(*arguments, **options):
+    out, lse = sparse_mla.sparse_mla(*arguments, **options)
+    return torch.full_like(out, torch.nan), lse
+
+
+def plus_infinity(*arguments, **options):
+    out, lse = sparse_mla.sparse_mla(*arguments, **options)
+    return out, torch.where(torch.isinf(lse), torch.inf, lse)
+
+
 def nothing(*_arguments, **_options):
     raise RuntimeError("no kernel image")
 
 
 @pytest.mark.parametrize(
     ("operator", "wrong", "said"),
-    [("topk", off_by_a_pick, "ties"), ("sparse_mla", off_by_a_percent, "heads"), ("topk", nothing, "no kernel image")],
+    [
+        ("topk", off_by_a_pick, "ties"),
+        ("sparse_mla", off_by_a_percent, "heads"),
+        ("sparse_mla", not_a_number, "heads"),
+        ("sparse_mla", plus_infinity, "heads"),
+        ("topk", nothing, "no kernel image"),
+    ],
 )
 def test_what_is_wrong_is_named(monkeypatch, operator, wrong, said):
     row = support.Implementation(operator, "wrong", wrong)

@@ -97,3 +97,28 @@ def test_sparse_attention_by_gpu(sm, heads, layout, rows, expected):
     choice = support.choose("sparse_mla", device="cuda", sm=sm, layout=layout, heads=heads, rows=rows, dtype=dtype)
     assert choice.name == expected
     assert choice.implementation.capturable == (expected != "torch")
+
+
+def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
+    entered = []
+
+    class Tensor:
+        device = torch.device("cuda", 1)
+
+    class Entered:
+        def __init__(self, device):
+            entered.append(device.index)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_args):
+            return None
+
+    current = {"index": 0}
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current["index"])
+    monkeypatch.setattr(torch.cuda, "device", Entered)
+    run = support._on_its_device(lambda first, second, option=0: (second, option))
+    assert run(Tensor(), 5, option=7) == (5, 7) and entered == [1]
+    current["index"] = 1
+    assert run(Tensor(), 5) == (5, 0) and entered == [1]

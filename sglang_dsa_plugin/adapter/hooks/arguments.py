@@ -21,6 +21,7 @@ from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
 from sglang_dsa_plugin import plan
+from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
 from sglang_dsa_plugin.config import DsaConfig, UnsupportedModel, is_dsa_config
 from sglang_dsa_plugin.served_flags import NOT_SERVED
 
@@ -64,6 +65,8 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
         decode_backend=user.get("dsa_decode_backend"),
         device="cuda" if torch.cuda.is_available() else "cpu",
         heads=max(1, dsa.num_heads // resolving_view(server_args).tp_size),
+        index_heads=dsa.index_n_heads,
+        topk=dsa.index_topk,
     )
     declare_resolution(
         server_args, SOURCE, kv_cache_dtype="bfloat16", dsa_prefill_backend=KERNELS, dsa_decode_backend=KERNELS
@@ -72,7 +75,7 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
         previous(server_args)
     graphs = _captured_phases(server_args, serving)
     declare_resolution(server_args, SOURCE, kv_cache_dtype=serving.kv_cache_dtype, cuda_graph_config=graphs)
-    if serving.latent.dtype == torch.float32 and torch.cuda.is_available():
+    if model_config_of(server_args).dtype == torch.float32 and torch.cuda.is_available():
         _float32_operators()
     if user.get("chunked_prefill_size") is None and not torch.cuda.is_available():
         declare_resolution(server_args, SOURCE, **_first_chunk_dense(server_args, dsa.index_topk))
@@ -139,7 +142,7 @@ def _float32_operators() -> None:
 
 
 def _first_chunk_dense(server_args: Any, index_topk: int) -> dict[str, int]:
-    """On a CPU, prefill chunks of index_topk tokens when SGLang's own are longer.
+    """On a CPU, prefill chunks of index_topk tokens (whole pages, as SGLang wants them) when its own are longer.
 
     The first chunk of a prompt is then no longer than index_topk and runs dense, with a third of the arithmetic and no
     scores at all. Chunks below 1024 tokens would cost more in weights read again than they save.
@@ -147,7 +150,7 @@ def _first_chunk_dense(server_args: Any, index_topk: int) -> dict[str, int]:
     chunk = resolving_view(server_args).chunked_prefill_size
     if index_topk < 1024 or chunk is None or not index_topk < chunk:
         return {}
-    return {"chunked_prefill_size": index_topk}
+    return {"chunked_prefill_size": index_topk // PAGE_SIZE * PAGE_SIZE}
 
 
 @contextlib.contextmanager

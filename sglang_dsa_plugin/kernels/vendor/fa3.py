@@ -1,7 +1,7 @@
 """Dense causal attention by FlashAttention 3, as sgl-kernel builds it (arXiv:2407.08608).
 
 Its causal mask is aligned to the end of the keys, as the contract's. It wants the longest lengths on the host for its
-schedule: without them the totals stand in, which are never too small.
+schedule: the totals stand in, which are never too small.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ def dense_mha(
     cu_k: torch.Tensor,
     scale: float,
     out: torch.Tensor | None = None,
-    max_queries: int | None = None,
-    max_keys: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.dense_mha.dense_mha` for bf16 on SM 8.x and 9.0."""
+    """`ops.dense_mha.dense_mha` for bf16 on SM 9.0."""
     tokens, heads, _ = q.shape
     if out is None:
         out = torch.empty(tokens, heads, v.shape[2], dtype=q.dtype, device=q.device)
@@ -36,8 +34,8 @@ def dense_mha(
         v,
         cu_q.to(torch.int32),
         cu_k.to(torch.int32),
-        max_seqlen_q=tokens if max_queries is None else max_queries,
-        max_seqlen_k=k.shape[0] if max_keys is None else max_keys,
+        max_seqlen_q=tokens,
+        max_seqlen_k=k.shape[0],
         softmax_scale=scale,
         causal=True,
         return_softmax_lse=True,

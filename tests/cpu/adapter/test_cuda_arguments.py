@@ -41,6 +41,7 @@ def resolved(tmp_path_factory):
         "llama on": (directory / "llama", "on"),
         "dsa on": (directory / "dsa", "on"),
         "dsa float32": (directory / "dsa", "on", "--dtype", "float32"),
+        "dsa float32, bf16 rows": (directory / "dsa", "on", "--dtype", "float32", "--kv-cache-dtype", "bf16"),
     }
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(cases, pool.map(lambda case: resolve(*case), cases.values())))
@@ -79,5 +80,6 @@ def test_decode_is_captured_with_the_kernels_and_not_in_torch(resolved):
 
 
 def test_a_float32_model_gets_operators_that_take_it(resolved):
-    assert resolved["dsa float32"]["environment"] == {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"}
+    for case in ("dsa float32", "dsa float32, bf16 rows"):
+        assert resolved[case]["environment"] == {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"}
     assert resolved["dsa on"]["environment"] == {}

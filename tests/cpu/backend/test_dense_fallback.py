@@ -6,7 +6,7 @@ from sglang_dsa_plugin.backend import masked_prefill
 from sglang_dsa_plugin.backend.dense_fallback import SPARSE_DECODE, Decision, PathCounter, decide
 from sglang_dsa_plugin.backend.masked_prefill import MaskedPrefill
 
-PLAIN = {"plain_prefill": True, "prefix": [0], "extend": [64], "threshold": 64, "capacity": 128}
+PLAIN = {"prefix": [0], "extend": [64], "threshold": 64, "capacity": 128}
 SIZES = {"heads": 16, "nope": 128, "value": 128, "topk": 64, "itemsize": 2}
 MASKED = MaskedPrefill(**SIZES)
 
@@ -24,7 +24,6 @@ def test_dense_up_to_the_threshold():
         ({"prefix": [0, 60], "extend": [1, 5]}, "65 > threshold 64"),
         ({"threshold": 0}, "64 > threshold 0"),
         ({"prefix": [0, 1, 64], "extend": [60, 4, 0]}, "129 keys > chunk capacity 128"),
-        ({"plain_prefill": False}, "not a plain prefill"),
         ({"allowed": "ruled out here"}, "ruled out here"),
     ],
 )

@@ -1,0 +1,34 @@
+"""Real servers on a GPU under mixed load: two hundred requests of 10 to 20,000 tokens, sixteen at once."""
+
+import pytest
+
+from tests.server import load
+from tests.server.conftest import server, slot  # noqa: F401
+from tests.server.harness import ModelSpec, ServerSpec
+
+LONGEST = 20_000
+ARGS = ("--enable-metrics", "--max-total-tokens", "400000", "--sampling-backend", "pytorch")
+
+
+def spec(name: str, arch: str, heads: int, kv: str, index_topk: int) -> ServerSpec:
+    model = ModelSpec.of(
+        arch, dtype="bfloat16", heads=heads, index_topk=index_topk, layers=3, max_position=LONGEST + 1024
+    )
+    return ServerSpec(name, model, (*ARGS, "--kv-cache-dtype", kv))
+
+
+SPECS = [
+    spec("v32-16-bf16", "deepseek_v32", 16, "bf16", 256),
+    spec("v32-128-fp8", "deepseek_v32", 128, "fp8_e4m3", 2048),
+    spec("glm-8-bf16", "glm_moe_dsa", 8, "bf16", 2048),
+    spec("glm-64-fp8", "glm_moe_dsa", 64, "fp8_e4m3", 256),
+]
+pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("server", SPECS, indirect=True)]
+
+
+def test_two_hundred_requests(server):  # noqa: F811
+    assert "decode CUDA graph: captured" in server.log()
+    mixed = load.requests(200, LONGEST)
+    load.check(server, mixed, load.run(server, mixed, 16))
+    paths = server.prefills()
+    assert paths["dense"] and paths["sparse"] and not paths["masked"], paths
