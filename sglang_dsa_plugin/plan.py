@@ -143,7 +143,8 @@ def plan_serving(
         if value is not None:
             raise Refusal(
                 f"{flag} {value} names a GPU kernel that this version does not serve; leave the flag out "
-                "(docs/support.md says what runs on which device), or set SGLANG_DSA_PLUGIN=off to use SGLang's built-in DSA on a GPU"
+                "(docs/support.md says what runs on which device), or set SGLANG_DSA_PLUGIN=off to use SGLang's "
+                "built-in DSA on a GPU"
             )
     kv_dtype, resolved = _kv_dtype(kv_cache_dtype, model_dtype)
     latent = latent_layout(kv_dtype, prefill_backend, decode_backend)
