@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from tests.oracle import hf
 from tests.oracle.margins import FLOOR
 from tests.server.harness import Answer, ModelSpec, Server
 
+TEXTS = Path(__file__).with_name("texts.json")
 BOUND = 5e-5
 LENGTHS = (8, 40, 63, 64, 65, 100, 200, 400, 1000)
 
@@ -47,14 +49,17 @@ def worst(server: Server, answers: Sequence[Answer], text: list[int] | None = No
 def text_of(model: ModelSpec, length: int = max(LENGTHS), seed: int = 0) -> list[int]:
     """A model's text of random bytes. Prompts are prefixes of it, so one run of the oracle answers for all of them.
 
-    Made block by block: a block with a near tie is drawn again. Kept on disk beside the oracle's results.
+    Made block by block: a block with a near tie is drawn again. Kept on disk beside the oracle's results; texts.json
+    holds those that take minutes to make, by the same name, which changes with the model.
     """
     path = model.path()
     size = max(25, length // 25)
-    name = f"{hf.model_hash(path)} {length} {seed} {size} {FLOOR}"
-    stored = hf.cache_dir() / f"text-{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
+    name = hashlib.sha256(f"{hf.model_hash(path)} {length} {seed} {size} {FLOOR}".encode()).hexdigest()[:32]
+    stored = hf.cache_dir() / f"text-{name}.json"
     if stored.exists():
         return json.loads(stored.read_text())
+    if name in (made := json.loads(TEXTS.read_text())):
+        return made[name]
     generator = torch.Generator().manual_seed(seed)
     text, past = [], None
     while len(text) < length:

@@ -36,11 +36,11 @@ def test_splits_cover_the_picks(sm):
         assert plan.splits == 1 or r * -(-h // plan.block_h) * plan.splits <= 2 * 132
 
 
-def test_it_runs_on_a_gpu_when_asked_for_and_nowhere_else():
+def test_it_is_the_first_choice_on_a_gpu_and_runs_nowhere_else():
     for layout in LAYOUTS:
         asked = {"device": "cuda", "layout": layout, "heads": 16, "k": 2048}
         assert support.choose("sparse_mla", sm=80, impl="triton", **asked).name == "triton"
-        assert support.choose("sparse_mla", sm=80, **asked).name == "torch"
+        assert support.choose("sparse_mla", sm=80, **asked).name == "triton"
         with pytest.raises(ValueError, match="runs on cuda, not on cpu"):
             support.choose("sparse_mla", impl="triton", **asked | {"device": "cpu"})
     with pytest.raises(ValueError, match=r"reads .*, not fp32_2304"):
