@@ -214,14 +214,11 @@ def operator_choices(
     }
 
 
-def why_not_dense(
-    device: str, layout: str, dtype: torch.dtype, heads: int, sm: int | None = None, packages: str = "installed"
-) -> str | None:
-    """Why prefill of short requests should not run dense on this device, or None.
+def why_not_dense(device: str, choices: dict[str, support.Choice]) -> str | None:
+    """Why prefill of short requests should not run dense on this device, or None; choices: of `operator_choices`.
 
     On a GPU the dense operator in torch is far slower than a sparse kernel, for the same result.
     """
-    choices = operator_choices(device, layout, sm, dtype, heads, packages)
     if device.startswith("cuda") and choices["dense_mha"].name == "torch" != choices["sparse_mla_prefill"].name:
         return f"no dense kernel here ({choices['dense_mha'].reason})"
     return None

@@ -126,23 +126,23 @@ def _torch_row(operator: str, module: str, function: str) -> Implementation:
     )
 
 
-_INDEXER_SMS = frozenset({80, 86, 87, 89, 90, 100, 103, 120, 121})
+_TRITON_SMS = frozenset({80, 86, 87, 89, 90, 100, 103, 120, 121})
 
 
-def _triton_indexer_row(operator: str, module: str, function: str, **features: Any) -> Implementation:
+def _triton_row(operator: str, module: str, function: str, also: str = "", **features: Any) -> Implementation:
     return Implementation(
         operator,
         "triton",
         f"{_TRITON}.{module}:{function}",
         devices=frozenset({"cuda"}),
-        sm=_INDEXER_SMS,
+        sm=_TRITON_SMS,
         capturable=True,
-        note="Triton; run on SM 9.0, compiled for 8.0, 8.6, 8.9, 10.0 and 12.0",
+        note=f"Triton{also}; run on SM 9.0, compiled for 8.0, 8.6, 8.9, 10.0 and 12.0",
         **features,
     )
 
 
-_INDEX_HEADS = frozenset(range(1, 129))
+_HEADS = frozenset(range(1, 129))
 _INDEX_MAX_K = 4096
 
 _TORCH_ROWS = [
@@ -173,27 +173,24 @@ _TORCH_ROWS = [
 ]
 
 _TRITON_ROWS = [
-    _triton_indexer_row("index_scores_ragged", "index_scores", "ragged", heads=_INDEX_HEADS),
-    _triton_indexer_row("index_scores_paged", "index_scores", "paged", heads=_INDEX_HEADS),
-    _triton_indexer_row("topk", "select", "topk", max_k=_INDEX_MAX_K),
-    _triton_indexer_row("topk_slots", "select", "topk_slots", max_k=_INDEX_MAX_K),
-    _triton_indexer_row("topk_ragged", "select", "topk_ragged", max_k=_INDEX_MAX_K),
-    _triton_indexer_row("positions_to_slots", "select", "positions_to_slots"),
-    _triton_indexer_row("index_keys_store", "index_front", "store_keys"),
-    _triton_indexer_row("index_queries", "index_front", "prepare_queries"),
-    _triton_indexer_row("latent_rows_store", "latent_rows", "store"),
-    _triton_indexer_row("index_select_ragged", "index_select", "ragged", heads=_INDEX_HEADS, max_k=_INDEX_MAX_K),
-    _triton_indexer_row("index_select_paged", "index_select", "paged", heads=_INDEX_HEADS, max_k=_INDEX_MAX_K),
-    Implementation(
+    _triton_row("index_scores_ragged", "index_scores", "ragged", heads=_HEADS),
+    _triton_row("index_scores_paged", "index_scores", "paged", heads=_HEADS),
+    _triton_row("topk", "select", "topk", max_k=_INDEX_MAX_K),
+    _triton_row("topk_slots", "select", "topk_slots", max_k=_INDEX_MAX_K),
+    _triton_row("topk_ragged", "select", "topk_ragged", max_k=_INDEX_MAX_K),
+    _triton_row("positions_to_slots", "select", "positions_to_slots"),
+    _triton_row("index_keys_store", "index_front", "store_keys"),
+    _triton_row("index_queries", "index_front", "prepare_queries"),
+    _triton_row("latent_rows_store", "latent_rows", "store"),
+    _triton_row("index_select_ragged", "index_select", "ragged", heads=_HEADS, max_k=_INDEX_MAX_K),
+    _triton_row("index_select_paged", "index_select", "paged", heads=_HEADS, max_k=_INDEX_MAX_K),
+    _triton_row(
         "sparse_mla",
-        "triton",
-        f"{_TRITON}.sparse_mla:sparse_mla",
-        devices=frozenset({"cuda"}),
-        sm=_INDEXER_SMS,
+        "sparse_mla",
+        "sparse_mla",
+        also=", on SM 9.0 Gluon up to 32 heads",
         layouts=frozenset({"bf16_1152", "fp8_656", "fp8_576"}),
-        heads=frozenset(range(1, 129)),
-        capturable=True,
-        note="Triton, on SM 9.0 Gluon up to 32 heads; run on SM 9.0, compiled for 8.0, 8.6, 8.9, 10.0 and 12.0",
+        heads=_HEADS,
     ),
 ]
 

@@ -82,7 +82,15 @@ class DsaBackend(AttentionBackend):
             impl_masked=plan.forced_impl("masked_mha"),
         )
         self.masked = self._masked_prefill()
-        self._why_not_dense = plan.why_not_dense(str(self.device), pool.layout.name, self.model_dtype, self.heads)
+        self.choices = plan.operator_choices(
+            str(self.device),
+            pool.layout.name,
+            dtype=self.model_dtype,
+            heads=self.heads,
+            index_heads=self.config.index_n_heads,
+            topk=self.config.index_topk,
+        )
+        self._why_not_dense = plan.why_not_dense(str(self.device), self.choices)
         self.paths = dense_fallback.PathCounter()
         first_rank = get_parallel().tp_rank == 0
         self._metrics = report.prefill_metrics(counting_rank=first_rank and get_parallel().pp_rank == 0)
@@ -128,9 +136,9 @@ class DsaBackend(AttentionBackend):
     def _plan_prefill(self, forward_batch: ForwardBatch) -> metadata.StepMetadata:
         prefix = [int(p) for p in forward_batch.extend_prefix_lens_cpu]
         extend = [int(e) for e in forward_batch.extend_seq_lens_cpu]
-        rows = forward_batch.positions.shape[0]
+        rows, new_tokens = forward_batch.positions.shape[0], sum(extend)
         # Expanded keys follow the requests, so padding has no place among them.
-        why_not = "the batch is padded" if rows != sum(extend) else self._why_not_dense
+        why_not = "the batch is padded" if rows != new_tokens else self._why_not_dense
         decision = dense_fallback.decide(
             prefix=prefix,
             extend=extend,
@@ -147,7 +155,7 @@ class DsaBackend(AttentionBackend):
             rows,
             max((p + e for p, e in zip(prefix, extend)), default=0),
             decision,
-            new_tokens=sum(extend),
+            new_tokens=new_tokens,
             cached_tokens=sum(prefix),
         )
         self.paths.count(decision, rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from sglang_dsa_plugin import __version__, plan, settings
+from sglang_dsa_plugin import __version__, settings
 from sglang_dsa_plugin.backend.dense_fallback import Decision
 from sglang_dsa_plugin.cache.layouts import FP8, index_token_bytes
 
@@ -19,17 +19,10 @@ def serving_line(backend: DsaBackend, pool: DsaPool) -> str:
     keys = pool.index_pages.key_dtype
     layers, indexing = pool.layer_num, sum(pages.shape[0] > 0 for pages in pool.index_pages.buffer)
     config = backend.config
-    choice = plan.operator_choices(
-        str(backend.device),
-        pool.layout.name,
-        dtype=backend.model_dtype,
-        heads=backend.heads,
-        index_heads=config.index_n_heads,
-        topk=config.index_topk,
-    )
+    used = "; ".join(f"{op}={choice.name}: {choice.reason}" for op, choice in backend.choices.items())
     return (
         f"sglang-dsa-plugin {__version__} serves {config.architecture}: "
-        f"backend={type(backend).__name__} ({'; '.join(f'{op}={c.name}: {c.reason}' for op, c in choice.items())}); "
+        f"backend={type(backend).__name__} ({used}); "
         f"pool={type(pool).__name__} ({pool.size} tokens, page {pool.page_size}, "
         f"{pool.get_kv_size_bytes() / 2**20:.1f} MiB); "
         f"KV layout={pool.layout.name} ({pool.layout.row_bytes} B a token and layer, {layers} layers; KV dtype "

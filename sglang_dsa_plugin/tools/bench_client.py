@@ -54,7 +54,12 @@ class Client:
         self._random = random.Random(seed)
 
     def stream(self, prompt: int, new_tokens: int, ids: list[int] | None = None) -> Stream:
-        """Ask for `new_tokens` after a random prompt of `prompt` tokens and time the stream."""
+        """Ask for `new_tokens` after a random prompt of `prompt` tokens and time the stream.
+
+        Raises RuntimeError when the server does not answer as it should.
+        """
+        import httpx
+
         body: dict[str, Any] = {
             "input_ids": ids or self.prompt(prompt),
             "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
@@ -62,13 +67,16 @@ class Client:
         }
         asked = time.monotonic()
         times: list[float] = []
-        with self._http.stream("POST", self._url, json=body) as answer:
-            answer.raise_for_status()
-            for line in answer.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                tokens = json.loads(line[6:])["meta_info"]["completion_tokens"]
-                times += [time.monotonic()] * (tokens - len(times))
+        try:
+            with self._http.stream("POST", self._url, json=body) as answer:
+                answer.raise_for_status()
+                for line in answer.iter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    tokens = json.loads(line[6:])["meta_info"]["completion_tokens"]
+                    times += [time.monotonic()] * (tokens - len(times))
+        except httpx.HTTPError as error:
+            raise RuntimeError(f"{self._url}: {error!r}") from error
         return Stream(asked, tuple(times))
 
     def together(self, requests: int, prompt: int, new_tokens: int) -> list[Stream]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -71,26 +70,13 @@ def verdicts_on(device: str, only: str = "") -> list[Verdict]:
                 verdict = found.setdefault(key, Verdict(*key, device, 0, 0.0, ""))
                 verdict.cases += 1
                 try:
-                    share = _share(case, where, row.name)
+                    share = case.share(where, row.name)
                 except Exception as error:
                     verdict.error, verdict.worst_case = f"{type(error).__name__}: {error}"[:500], case.label
                     continue
                 if not share <= verdict.worst or not verdict.worst_case:
                     verdict.worst, verdict.worst_case = share, case.label
     return list(found.values())
-
-
-def _share(case: object, device: object, implementation: str) -> float:
-    """The case's worst error as a share of its bound; NaN counts as wrong."""
-    from sglang_dsa_plugin.tools import check_judges
-
-    assert isinstance(case, check_judges.Case)
-    got = tuple(None if t is None else t.cpu() for t in case.run(device, implementation))  # type: ignore[arg-type]
-    rounds = implementation in check_judges.ROUNDS_WEIGHTS and case.judge_rounded is not None
-    judge = case.judge_rounded if rounds else case.judge
-    assert judge is not None
-    share = judge(got, case.want)
-    return math.inf if math.isnan(share) else share
 
 
 def show(verdicts: list[Verdict]) -> None:

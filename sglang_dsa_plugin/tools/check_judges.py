@@ -29,6 +29,13 @@ class Case:
     judge: Judge
     judge_rounded: Judge | None = None
 
+    def share(self, device: torch.device, implementation: str) -> float:
+        """The worst error of an implementation as a share of its bound; NaN counts as wrong."""
+        got = tuple(None if t is None else t.cpu() for t in self.run(device, implementation))
+        rounds = implementation in ROUNDS_WEIGHTS and self.judge_rounded is not None
+        share = (self.judge_rounded if rounds else self.judge)(got, self.want)
+        return math.inf if math.isnan(share) else share
+
 
 def equal(got: Tensors, want: Tensors) -> float:
     """Every value counts; NaN equals NaN, and zero equals minus zero."""

@@ -28,8 +28,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def main(arguments: Sequence[str]) -> int:
     """Serve until stopped, or run the smoke test. Returns the exit status."""
     root, (smoke_test, server_arguments) = Path(arguments[0]), split_arguments(arguments[1:])
-    for number in SIGNALS:
-        signal.signal(number, _leave)
+    stop_with_this_command()
     try:
         tiny = root / ".models" / "tiny"
         launch = plan_launch(server_arguments, on_cpu=runs_on_cpu(), tiny_model=tiny)

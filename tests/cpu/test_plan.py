@@ -116,7 +116,7 @@ def test_a_name_that_no_operator_has_is_refused(monkeypatch):
 )
 def test_dense_prefill_only_where_it_is_not_the_slow_way(device, sm, layout, packages, dense):
     dtype = torch.float32 if layout == "fp32_2304" else BF16
-    why = plan.why_not_dense(device, layout, dtype, 16, sm, packages)
+    why = plan.why_not_dense(device, plan.operator_choices(device, layout, sm, dtype, 16, packages))
     assert (why is None) == dense
     assert why is None or "no dense kernel" in why
 

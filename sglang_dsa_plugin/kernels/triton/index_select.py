@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
+from sglang_dsa_plugin.kernels.torch_impl.select import add_offsets
 
 from . import index_scores, index_tables
 from .select import positions_to_slots, select_rows, tickets_for
@@ -131,7 +132,7 @@ def _select(
             found = _select_long_row(score, rows, sizes, width, topk, init_tokens, local_tokens, floats)
             if table is not None:
                 found = positions_to_slots(found, *table)
-            picks[rows] = found if shift is None else torch.where(found >= 0, found + shift.unsqueeze(1), found)
+            picks[rows] = found if shift is None else add_offsets(found, shift)
     return picks
 
 

@@ -5,7 +5,6 @@ No host synchronisation and no state between calls, so a call can be captured in
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 
@@ -85,29 +84,28 @@ def sparse_mla(
         num_warps=plan.warps,
     )
     grid = (rows * plan.splits * triton.cdiv(heads, plan.block_h),)
-    with _on(q.device):
-        if plan.kernel == "hopper":
-            _hopper(grid, q, views, plan, arguments)
-        else:
-            gather_kernel[grid](
-                q,
-                views.nope,
-                views.rope,
-                views.scales,
-                UNIT=views.unit,
-                ROPE_COLUMN=views.rope_column,
-                SCALES_COLUMN=views.scales_column,
-                NOPE_WORDS=views.nope_words,
-                ROPE_WORDS=views.rope_words,
-                HAS_SCALES=views.has_scales,
-                Q_PARTS=q_parts,
-                DECODE=decode,
-                BLOCK_N=plan.block_n,
-                num_stages=plan.stages,
-                **arguments,
-            )
-        if plan.splits > 1:
-            _merge(part, part_lse, sink, out, lse, pdl)
+    if plan.kernel == "hopper":
+        _hopper(grid, q, views, plan, arguments)
+    else:
+        gather_kernel[grid](
+            q,
+            views.nope,
+            views.rope,
+            views.scales,
+            UNIT=views.unit,
+            ROPE_COLUMN=views.rope_column,
+            SCALES_COLUMN=views.scales_column,
+            NOPE_WORDS=views.nope_words,
+            ROPE_WORDS=views.rope_words,
+            HAS_SCALES=views.has_scales,
+            Q_PARTS=q_parts,
+            DECODE=decode,
+            BLOCK_N=plan.block_n,
+            num_stages=plan.stages,
+            **arguments,
+        )
+    if plan.splits > 1:
+        _merge(part, part_lse, sink, out, lse, pdl)
     return out, lse
 
 
@@ -179,8 +177,3 @@ def _device(device: torch.device) -> tuple[int | None, int, str]:
     major, minor = torch.cuda.get_device_capability(device)
     sm = 10 * major + minor
     return sm, torch.cuda.get_device_properties(device).multi_processor_count, "cvt" if sm >= 89 else "bits"
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensors' one."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
