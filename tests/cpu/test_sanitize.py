@@ -1,0 +1,27 @@
+"""The paths that compute-sanitizer is shown (tests/gpu/sanitize.py): all of ours, and each with a right answer."""
+
+import torch
+
+from sglang_dsa_plugin import support
+from tests.gpu import sanitize
+
+
+def test_every_triton_row_has_a_path_at_every_sm():
+    for sm in (80, 90, 120):
+        found = {(case.operator, name) for case, name in sanitize.paths("cuda", sm=sm, ours=True)}
+        assert found == {(row.operator, row.name) for row in support.rows() if row.name == "triton"}
+
+
+def test_other_packages_are_left_out_on_request():
+    assert {name for _, name in sanitize.paths("cuda", sm=90, ours=True)} == {"triton"}
+
+
+def test_answers_of_the_further_cases_are_right():
+    for case in sanitize._more_cases():
+        assert case.share(torch.device("cpu"), "torch") <= 1, case.label
+
+
+def test_the_filter_names_what_is_launched():
+    names = set(sanitize.kernel_names())
+    assert {"gather_kernel", "merge_kernel", "gather_bf16", "gather_fp8", "rows_kernel", "keys_kernel"} < names
+    assert {"_rows_kernel", "_split_kernel", "_slots_kernel", "store_kernel", "queries_kernel"} < names

@@ -1,0 +1,260 @@
+"""One small run of each kernel path on a GPU, for compute-sanitizer: a line a path, exit code 1 if one is wrong.
+
+    compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.gpu.sanitize
+    compute-sanitizer --tool racecheck --error-exitcode 9 --kernel-name "$(python -m tests.gpu.sanitize --filter)" \
+        python -m tests.gpu.sanitize --ours
+
+Run it once without the sanitizer first: then the kernels are compiled. Tensors are allocated one by one
+(PYTORCH_NO_CUDA_MEMORY_CACHING), or an access past a tensor would land in memory that the allocator holds anyway.
+racecheck looks at shared memory of our own kernels; --filter prints their names as its option wants them.
+
+Paths: every row of the support table but torch's, by the cases of `sglang-dsa check` (one an operator, implementation,
+layout and number of heads), and by those below, which take the other ways through a kernel: other dtypes, many rows,
+long rows, one split, a sink, a budget of few bytes. Answers are held against fp64 or the torch implementation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import pkgutil
+import time
+from collections.abc import Iterator
+from types import ModuleType
+
+os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+
+import torch
+
+from sglang_dsa_plugin import support
+from sglang_dsa_plugin.cache.layouts import FP8, INDEX_PAGE_BYTES, PAGE_SIZE
+from sglang_dsa_plugin.kernels import triton as our_kernels
+from sglang_dsa_plugin.ops import (
+    index_keys,
+    index_queries,
+    index_scores,
+    index_select,
+    quant,
+    select,
+    sparse_mla,
+)
+from sglang_dsa_plugin.tools import check_cases, check_judges
+
+Case = check_judges.Case
+CPU = torch.device("cpu")
+SCALE = 192**-0.5
+# Hopper adds fp8 products in 14 bits or so; data here are small integers, so every score is exact.
+EXACT = check_judges.close(1e-6, 1e-6)
+
+
+def paths(device: torch.device | str, sm: int | None = None, ours: bool = False) -> Iterator[tuple[Case, str]]:
+    """(case, implementation) of every path on `device`; sm: as if it were of this SM. ours: Triton and Gluon only."""
+    seen = set()
+    for case in [*check_cases.cases(), *_more_cases()]:
+        for row in support.rows(case.operator):
+            if row.name == "torch" or (ours and row.name != "triton"):
+                continue
+            try:
+                support.choose(case.operator, device=device, impl=row.name, sm=sm, **case.features)
+            except ValueError:
+                continue
+            extra = case.label if case.label.startswith("+") else ""
+            key = (case.operator, row.name, case.features.get("layout"), _heads_of(case), extra)
+            if key not in seen:
+                seen.add(key)
+                yield case, row.name
+
+
+def _heads_of(case: Case) -> object:
+    return case.features.get("heads") if case.operator in ("sparse_mla", "dense_mha") else None
+
+
+def kernel_names() -> list[str]:
+    """Names under which our kernels are launched: of all functions that are compiled, those named as kernels are."""
+    names: set[str] = set()
+    for found in pkgutil.iter_modules(our_kernels.__path__, our_kernels.__name__ + "."):
+        names |= _compiled_of(importlib.import_module(found.name))
+    return sorted(name for name in names if name.endswith("_kernel") or name.startswith("gather_"))
+
+
+def _compiled_of(module: ModuleType) -> set[str]:
+    # Triton's and Gluon's functions keep the Python function they were made of.
+    own = [value for value in vars(module).values() if hasattr(value, "fn") and hasattr(value, "arg_names")]
+    return {value.fn.__name__ for value in own if value.fn.__module__ == module.__name__}
+
+
+def _by_torch(operator: str, label: str, features: dict[str, object], run: object, judge: object) -> Case:
+    """A case whose answer is that of the torch implementation on a CPU."""
+    return Case(operator, f"+{label}", features, run, run(CPU, "torch"), judge)
+
+
+def _more_cases() -> Iterator[Case]:
+    yield from _more_scoring()
+    yield from _more_selection()
+    yield from _more_of_the_front()
+    yield from _more_attention()
+
+
+def _integers(low: int, high: int, *shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+
+
+def _scoring_inputs(rows: int, heads: int, pages: int, requests: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """(q, pages, gate, lengths, page_table, row_to_request) with scores that are exact in f32."""
+    q = _integers(-2, 3, rows, heads, 128, seed=1).float().to(dtype)
+    keys = _integers(-2, 3, pages, PAGE_SIZE, 128, seed=2).float().to(dtype)
+    if dtype == FP8:
+        scale = torch.full((pages, PAGE_SIZE), 0.5)
+        parts = (keys.view(torch.uint8).view(pages, -1), scale.view(torch.uint8).view(pages, -1))
+        keys = torch.cat(parts, dim=1)
+        assert keys.shape[1] == INDEX_PAGE_BYTES
+    each = pages // requests
+    table = torch.arange(pages, dtype=torch.int32).flip(0)[: requests * each].view(requests, each)
+    owner = torch.arange(rows, dtype=torch.int32) * requests // rows
+    lengths = (_integers(each * 32, each * 64 + 1, rows, seed=3)).int()
+    lengths[0] = 3
+    return [q, keys, _integers(-3, 8, rows, heads, seed=4).float(), lengths, table, owner]
+
+
+def _more_scoring() -> Iterator[Case]:
+    for label, rows, heads, pages, requests, dtype in (
+        ("a row a request, bf16", 5, 64, 20, 5, torch.bfloat16),
+        ("draft rows, fp8", 12, 32, 30, 3, FP8),
+        ("many rows, fp8", 200, 64, 8, 2, FP8),
+        ("many rows, f32", 40, 16, 8, 2, torch.float32),
+    ):
+        given = _scoring_inputs(rows, heads, pages, requests, dtype)
+        width = int(given[3].max())
+
+        def run(d: torch.device, i: str, given: list[torch.Tensor] = given, width: int = width) -> tuple:
+            return (index_scores.paged(*(t.to(d) for t in given), width, impl=i),)
+
+        yield _by_torch("index_scores_paged", label, {"heads": heads}, run, EXACT)
+
+
+def _more_selection() -> Iterator[Case]:
+    for label, rows, pages, requests, budget, slots in (
+        ("stretches of a long row", 2, 40, 1, 4 * (2 * 64 + 64 * 10), False),
+        ("groups of rows", 150, 8, 2, 4 * 1024 * 20, True),
+        ("one row over all processors", 1, 700, 1, None, False),
+        ("whole rows in a program", 150, 90, 1, None, True),
+    ):
+        given = _scoring_inputs(rows, 16, pages, requests, FP8)
+
+        def run(
+            d: torch.device,
+            i: str,
+            given: list[torch.Tensor] = given,
+            budget: int | None = budget,
+            slots: bool = slots,
+        ) -> tuple:
+            tensors = (t.to(d) for t in given)
+            return (index_select.paged(*tensors, 64, slots=slots, budget_bytes=budget, impl=i),)
+
+        yield _by_torch("index_select_paged", label, {"heads": 16, "k": 64}, run, check_judges.equal)
+    scores, starts = _integers(0, 50, 7, 5000, seed=5).float(), _integers(0, 40, 7, seed=6)
+    lengths = torch.tensor([0, 1, 64, 65, 4900, 3000, 4960], dtype=torch.int32)
+
+    def forced(d: torch.device, i: str) -> tuple:
+        return (select.topk(scores.to(d), lengths.to(d), 64, starts.to(d), 3, 5, impl=i),)
+
+    yield _by_torch("topk", "windows and forced tokens", {"k": 64}, forced, check_judges.equal)
+
+
+def _more_of_the_front() -> Iterator[Case]:
+    g = torch.Generator().manual_seed(7)
+    angle = torch.randn(300, 32, generator=g)
+    cos_sin, positions = torch.cat([angle.cos(), angle.sin()], dim=1), _integers(0, 300, 33, seed=8).long()
+    projected, weight = torch.randn(33, 128, generator=g).bfloat16(), torch.randn(128, generator=g) + 1
+    slots = torch.randperm(4 * PAGE_SIZE, generator=g)[:33]
+    slots[4] = -1
+
+    def keys(d: torch.device, i: str) -> tuple:
+        pages = torch.zeros(4, PAGE_SIZE, 128, dtype=torch.bfloat16, device=d)
+        given = (t.to(d) for t in (slots, projected, weight))
+        index_keys.store(pages, *given, None, 1e-6, positions.to(d), cos_sin.to(d), "interleaved", impl=i)
+        return (pages.flatten(0, 1),)
+
+    yield _by_torch("index_keys_store", "bf16, interleaved, RMS", {}, keys, check_judges.close(1 / 64))
+    wide, gates = torch.randn(33, 16 * 128, generator=g).bfloat16(), torch.randn(33, 16, generator=g)
+
+    def queries(d: torch.device, i: str) -> tuple:
+        given = (t.to(d) for t in (wide, gates, positions, cos_sin))
+        return index_queries.prepare(*given, "interleaved", torch.bfloat16, impl=i)
+
+    yield _by_torch("index_queries", "bf16, interleaved", {"heads": 16}, queries, check_judges.close(1 / 64))
+
+
+def _more_attention() -> Iterator[Case]:
+    g = torch.Generator().manual_seed(9)
+    latent, rope = torch.randn(300, 512, generator=g), torch.randn(300, 64, generator=g)
+    for layout, heads, rows, k, dtype in (
+        ("bf16_1152", 16, 140, 64, torch.bfloat16),
+        ("bf16_1152", 8, 1, 2048, torch.bfloat16),
+        ("bf16_1152", 32, 3, 130, torch.bfloat16),
+        ("fp8_656", 16, 140, 64, torch.bfloat16),
+        ("fp8_656", 8, 1, 2048, torch.bfloat16),
+        ("fp8_576", 16, 140, 64, torch.bfloat16),
+        ("bf16_1152", 5, 3, 100, torch.float32),
+        ("fp8_656", 5, 3, 100, torch.float32),
+    ):
+        kv = quant.reference_quantize_latent(latent, rope, layout, check_cases.KV_SCALE if layout == "fp8_576" else 1.0)
+        q = torch.randn(rows, heads, 576, generator=g).to(dtype)
+        slots, sink = _integers(0, 300, rows, k, seed=10), torch.randn(heads, generator=g)
+        lengths = torch.full((rows,), k - 3, dtype=torch.int32)
+        slots[-1, 17:] = -1
+        want = sparse_mla.reference(q, kv, slots, SCALE, layout, _scale_of(layout), sink, lengths)
+
+        def run(
+            d: torch.device,
+            i: str,
+            given: tuple = (q, kv, slots),
+            rest: tuple = (sink, lengths),
+            layout: str = layout,
+        ) -> tuple:
+            tensors, more = (t.to(d) for t in given), (t.to(d) for t in rest)
+            return sparse_mla.sparse_mla(*tensors, SCALE, layout, _scale_of(layout), *more, impl=i)
+
+        features = {"layout": layout, "heads": heads, "k": k, "dtype": dtype}
+        label = f"+{layout}, {heads} heads, {rows} rows of {k} picks, {str(dtype).removeprefix('torch.')}, a sink"
+        yield Case("sparse_mla", label, features, run, want, check_judges.attention)
+
+
+def _scale_of(layout: str) -> float:
+    return check_cases.KV_SCALE if layout == "fp8_576" else 1.0
+
+
+def main() -> int:
+    """Run the paths of the command line; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="operators whose name holds this text")
+    parser.add_argument("--ours", action="store_true", help="Triton and Gluon kernels only, no other package's")
+    parser.add_argument("--filter", action="store_true", help="print our kernels as compute-sanitizer's --kernel-name")
+    asked = parser.parse_args()
+    if asked.filter:
+        print(",".join(f"kne={name}" for name in kernel_names()))
+        return 0
+    device, wrong = torch.device("cuda", 0), 0
+    with torch.inference_mode():
+        for case, name in paths(device, ours=asked.ours):
+            if asked.only not in case.operator:
+                continue
+            begun = time.perf_counter()
+            try:
+                share = case.share(device, name)
+                torch.cuda.synchronize()
+            except Exception as error:
+                share, verdict = float("inf"), f"{type(error).__name__}: {str(error)[:300]}"
+            else:
+                verdict = f"error {share:.2g} of the bound"
+            wrong += not share <= 1
+            took = time.perf_counter() - begun
+            state = "ok   " if share <= 1 else "WRONG"
+            print(f"{state} {case.operator} {name} {case.label}: {verdict}, {took:.1f} s", flush=True)
+    print(f"{wrong} wrong", flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
