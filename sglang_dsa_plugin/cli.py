@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from sglang_dsa_plugin.tools import bench_cpu, bench_server, check, doctor, make_model_command
+from sglang_dsa_plugin.tools import bench_cpu, bench_kernels, bench_server, check, doctor, make_model_command
 
 app = typer.Typer(
     name="sglang-dsa",
@@ -28,6 +28,7 @@ app.command("check")(check.check)
 bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 bench.command("cpu")(bench_cpu.bench_cpu)
 bench.command("server")(bench_server.bench_server)
+bench.command("kernels")(bench_kernels.bench_kernels)
 app.add_typer(bench, name="bench")
 
 

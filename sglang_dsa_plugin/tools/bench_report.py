@@ -1,0 +1,132 @@
+"""The results of the kernel benchmark as one table, and as a record for JSON."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from sglang_dsa_plugin import __version__
+from sglang_dsa_plugin.tools.bench_run import Result
+
+PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "sgl-deep-gemm", "sgl-flash-mla")
+COLUMNS = ("case", "sets", "empty", "ours", "built-in", "ours net", "built-in net", "floor", "share", "built-in / ours")
+# A table that is read in a file should not be folded to 80 columns.
+WIDTH = 190
+
+
+def cells(result: Result) -> list[str]:
+    """One row of the table; times in microseconds a call, net of an empty kernel where the column says so."""
+    if result.failed is not None:
+        return [result.name, str(result.sets), *["-"] * 7, f"failed: {result.failed}"]
+    ours, rival, empty = (result.spread(name) for name in ("ours", "rival", "empty"))
+    gain = result.gain
+    if gain is None:
+        ratio = result.missing or "-"
+    else:
+        ratio = f"{gain.median:.2f} [{gain.least:.2f}, {gain.most:.2f}]{'  SLOWER' if result.slower else ''}"
+    # A floor that rounds to nothing says nothing, nor does a share of it.
+    floor = result.floor is not None and result.floor[0] >= 0.05
+    return [
+        result.name,
+        f"{result.sets}{'' if result.sets >= 20 else ' > L2'}",
+        _us(empty and empty.median),
+        _us(ours and ours.median),
+        _us(rival and rival.median),
+        _us(ours and empty and ours.median - empty.median),
+        _us(rival and empty and rival.median - empty.median),
+        f"{_us(result.floor[0])} {result.floor[1]}" if floor and result.floor else "-",
+        f"{result.share:.0%}" if floor and result.share is not None else "-",
+        ratio,
+    ]
+
+
+def _us(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def line(result: Result) -> str:
+    """A case in one line of text, as it is done."""
+    shown = cells(result)
+    return f"{shown[0]}: ours {shown[3]}, {result.rival} {shown[4]}, floor {shown[7]}, built-in / ours {shown[9]}"
+
+
+def slower(results: Sequence[Result]) -> list[str]:
+    """One line a case that took longer than it is allowed to."""
+    return [
+        f"{r.name}: {1 / r.gain.median:.2f} of {r.rival}'s time "
+        f"[{1 / r.gain.most:.2f}, {1 / r.gain.least:.2f}], allowed {r.allowed:.2f}"
+        for r in results
+        if r.slower and r.gain is not None
+    ]
+
+
+def record(results: Sequence[Result], device: dict[str, Any], rounds: int, ended: str) -> dict[str, Any]:
+    """All that is known about a run. ended: "complete", or what cut it short."""
+    return {
+        "command": " ".join(["sglang-dsa", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device,
+        "versions": {"sglang-dsa-plugin": __version__, "python": platform.python_version(), **_versions()},
+        "method": "CUDA graph of one call a set, microseconds a call; contestants interleaved, ratios by round",
+        "rounds": rounds,
+        "ended": ended,
+        "cases": [result.record() for result in results],
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def write(path: Path, whole: dict[str, Any]) -> None:
+    """Write the record so that a reader, or a run that is killed now, finds the old file or the new one."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(json.dumps(whole, indent=1) + "\n")
+    beside.replace(path)
+
+
+def show(results: Sequence[Result], device: dict[str, Any], ended: str) -> None:
+    """The table; then what is missing, needs much memory, failed or is slower."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH)
+    table = Table(title=f"{device['name']}; microseconds a call, medians; run {ended}", title_justify="left")
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column in ("case", "built-in / ours") else "right", no_wrap=False)
+    for result in results:
+        table.add_row(*map(_plain, cells(result)))
+    console.print(table)
+    for result in results:
+        if max(result.peak_bytes.values(), default=0) >= 256 << 20:
+            memory = ", ".join(f"{side} {size / (1 << 20):.0f} MiB" for side, size in result.peak_bytes.items())
+            console.print(f"memory beyond the inputs, {result.name}: {memory}", soft_wrap=True)
+    for title, lines in (
+        ("failed", [r.name for r in results if r.failed is not None]),
+        ("slower than allowed in every round", slower(results)),
+    ):
+        for text in lines:
+            console.print(_plain(f"{title}: {text}"), soft_wrap=True)
+    console.print(f"{len(results)} cases, {sum(r.gain is not None for r in results)} compared")
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
