@@ -97,6 +97,15 @@ SETTINGS: dict[str, Setting] = {
             "on a CPU, sparse prefill over expanded keys and values with a mask of the picks: where it is cheaper "
             "(auto), wherever it is possible, or never",
         ),
+        Setting(
+            "warmup",
+            "SGLANG_DSA_PLUGIN_WARMUP",
+            "choice",
+            "auto",
+            ("auto", "on", "off"),
+            "prompts at start that make the kernels of prefill compile before the first request: with CUDA (auto), "
+            "always, or never",
+        ),
     )
 }
 
@@ -129,6 +138,11 @@ def latent_layout() -> str:
 def masked_prefill() -> str:
     """When sparse prefill runs on expanded keys and values: "auto", "on" or "off"."""
     return SETTINGS["masked_prefill"].text()
+
+
+def prefill_warmup() -> str:
+    """Whether prompts at start make the kernels of prefill compile: "auto", "on" or "off"."""
+    return SETTINGS["warmup"].text()
 
 
 def table() -> list[dict[str, str]]:

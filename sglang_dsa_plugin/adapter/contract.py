@@ -106,6 +106,8 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("state_capturer.indexer_topk.maybe_capture_indexer_topk", ("layer_id", "topk_indices")),
     Symbol("utils.numa_utils.get_cpu_ids_by_node"),
     Symbol("model_executor.model_runner_components.moe_ep_setup.check_quantized_moe_compatibility", ("model_config",)),
+    Symbol("entrypoints.warmup.warmup", ("name",)),
+    Symbol("managers.io_struct.GenerateReqInput", ("input_ids", "sampling_params")),
     Symbol("layers.quantization.fp8.Fp8Config", ("is_checkpoint_fp8_serialized", "weight_block_size")),
     Symbol("layers.quantization.unquant.UnquantizedLinearMethod.create_weights", ("layer",)),
     Symbol(
@@ -120,6 +122,7 @@ STEPS = (
     "handle_cuda_graph_config",
     "handle_cpu_backends",
     "handle_model_specific_adjustments",
+    "handle_other_validations",
     "validate_deepep_v2_dispatch_token_budget",
 )
 

@@ -12,6 +12,7 @@ READERS = {
     "impl": settings.forced_impl,
     "latent_layout": settings.latent_layout,
     "masked_prefill": settings.masked_prefill,
+    "warmup": settings.prefill_warmup,
 }
 
 
@@ -34,6 +35,7 @@ def test_every_setting_has_a_reader():
         ("impl", None),
         ("latent_layout", "auto"),
         ("masked_prefill", "auto"),
+        ("warmup", "auto"),
     ],
 )
 @pytest.mark.parametrize("text", [None, "", "  "])
@@ -57,6 +59,7 @@ def test_default_when_unset_or_empty(monkeypatch, name, value, text):
         ("latent_layout", "fp8_576", "fp8_576"),
         ("latent_layout", "fp8_656", "fp8_656"),
         ("masked_prefill", "off", "off"),
+        ("warmup", "on", "on"),
     ],
 )
 def test_value_is_read_at_the_call(monkeypatch, name, text, value):

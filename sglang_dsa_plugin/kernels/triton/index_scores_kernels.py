@@ -92,7 +92,7 @@ def window_of(row, rows, first, last, skip, PAGED: tl.constexpr):
     return group, tl.where(length > skip, length, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "rows", "key_tiles"])  # they change from batch to batch
 def rows_kernel(
     q,
     k,
@@ -155,7 +155,7 @@ def rows_kernel(
                 tl.store(where, part, mask=(n[:, None] < size) & (lane == 0)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "rows"])
 def keys_kernel(
     q,
     k,
@@ -231,7 +231,7 @@ def keys_kernel(
         item += steps
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def fill_kernel(first, last, out, out_stride, rows, width, PAGED: tl.constexpr, COLUMNS: tl.constexpr):
     """-inf in the columns outside each row's window."""
     row = tl.program_id(0)

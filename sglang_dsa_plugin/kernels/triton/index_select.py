@@ -19,6 +19,8 @@ from sglang_dsa_plugin.kernels.torch_impl.select import add_offsets
 from . import index_scores, index_tables
 from .select import positions_to_slots, select_rows, tickets_for
 
+_ALIGNED_ROWS = 16
+
 # (buffer f32 [n, columns], rows, first column, row lengths from there on, skip, tickets): writes the scores of rows
 # longer than skip, and zeros to tickets int32 [n] where they are given.
 Score = Callable[[torch.Tensor, slice, int, torch.Tensor, int, torch.Tensor | None], None]
@@ -104,6 +106,9 @@ def _select(
     per_row = index_scores.new_scores(0, width, lengths.device).stride(0)
     fits = short or per_row <= floats
     group = count if short else max(1, min(count, floats // per_row))
+    if _ALIGNED_ROWS < group < count:
+        # So that what belongs to a row is as aligned in every group as in the first, and one kernel serves all.
+        group -= group % _ALIGNED_ROWS
     buffer = index_scores.new_scores(group if fits and not short else 1, width if fits else 1, lengths.device)
     for top in range(0, count, group):
         rows = slice(top, min(top + group, count))

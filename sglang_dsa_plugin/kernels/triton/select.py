@@ -61,7 +61,7 @@ def _write_fixed(
             tl.store(out_row + i, wanted(p, forced, table_row, offset, SLOTS, PAGE), mask=forced)
 
 
-@triton.jit(do_not_specialize=["list_stride"])
+@triton.jit(do_not_specialize=["list_stride", "table_stride", "rows"])
 def _rows_kernel(
     scores,
     stride,
@@ -119,7 +119,7 @@ def _rows_kernel(
             tl.debug_barrier()  # the next row overwrites the list
 
 
-@triton.jit(do_not_specialize=["list_stride"])
+@triton.jit(do_not_specialize=["list_stride", "table_stride"])
 def _split_kernel(
     scores,
     stride,
@@ -210,7 +210,7 @@ def _split_kernel(
         write_best(out_row + init, own, count, want, table_row, offset, SLOTS, PAGE, C, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _slots_kernel(
     positions,
     positions_stride,

@@ -66,6 +66,7 @@ def test_a_model_with_dsa_gets_the_plan(resolved):
     assert args["page_size"] == "64"
     assert args["kv_cache_dtype"] == "'bfloat16'"
     assert args["dsa_prefill_backend"] == args["dsa_decode_backend"] == "'sglang_dsa_plugin'"
+    assert args["warmups"] == "'sglang_dsa_plugin'"
 
 
 def phases(resolved):

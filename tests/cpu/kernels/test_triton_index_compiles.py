@@ -60,7 +60,8 @@ def compiled(kernel, name, constants, warps, **types):
             continue
         kind = {**TYPES, **types}.get(parameter.name, "i32")
         signature[parameter.name] = kind
-        if kind.startswith("*") or (parameter.name.endswith("stride") and parameter.name != "list_stride"):
+        aligns = kind.startswith("*") or parameter.name.endswith("stride")
+        if aligns and parameter.name not in kernel.do_not_specialize:
             aligned[(i,)] = [["tt.divisibility", 16]]
     target = GPUTarget("hip", name, 64) if name.startswith("gfx") else GPUTarget("cuda", int(name[3:]), 32)
     result = triton.compile(
