@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import typer
 
-from sglang_dsa_plugin.tools import bench_cpu, bench_kernels, bench_server, check, doctor, make_model_command
+from sglang_dsa_plugin.tools import (
+    bench_cpu,
+    bench_kernels,
+    bench_server,
+    bench_tune,
+    check,
+    doctor,
+    make_model_command,
+)
 
 app = typer.Typer(
     name="sglang-dsa",
@@ -29,6 +37,7 @@ bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 bench.command("cpu")(bench_cpu.bench_cpu)
 bench.command("server")(bench_server.bench_server)
 bench.command("kernels")(bench_kernels.bench_kernels)
+bench.command("tune")(bench_tune.bench_tune)
 app.add_typer(bench, name="bench")
 
 

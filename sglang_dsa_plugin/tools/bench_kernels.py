@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from sglang_dsa_plugin.tools.bench_run import Result
 
 NO_GPU = (
-    "bench kernels times kernels on a CUDA GPU and torch sees none here: run it where `nvidia-smi` lists one and torch "
-    "is a CUDA build (`sglang-dsa doctor` says what torch sees)"
+    "times kernels on a CUDA GPU and torch sees none here: run it where `nvidia-smi` lists one and torch is a CUDA "
+    "build (`sglang-dsa doctor` says what torch sees)"
 )
 
 
@@ -103,14 +103,14 @@ def measure_all(chosen: list[Case], device: dict[str, Any], rounds: int) -> Iter
                     raise LostDevice(message + "with --only") from error
 
 
-def device_facts() -> dict[str, Any]:
+def device_facts(command: str = "bench kernels") -> dict[str, Any]:
     """Name, capability, L2 and memory of the GPU in use; a usage error that says what is needed where there is none."""
     import torch
 
     from sglang_dsa_plugin.tools.bench_server import gpu_name
 
     if not torch.cuda.is_available():
-        raise typer.BadParameter(NO_GPU)
+        raise typer.BadParameter(f"{command} {NO_GPU}")
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "name": found.name,

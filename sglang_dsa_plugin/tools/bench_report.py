@@ -15,7 +15,19 @@ from sglang_dsa_plugin import __version__
 from sglang_dsa_plugin.tools.bench_run import Result
 
 PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "sgl-deep-gemm", "sgl-flash-mla")
-COLUMNS = ("case", "sets", "empty", "ours", "built-in", "ours net", "built-in net", "floor", "share", "built-in / ours")
+COLUMNS = (
+    "case",
+    "by",
+    "sets",
+    "empty",
+    "ours",
+    "built-in",
+    "ours net",
+    "built-in net",
+    "floor",
+    "share",
+    "built-in / ours",
+)
 # A table that is read in a file should not be folded to 80 columns.
 WIDTH = 190
 
@@ -23,7 +35,7 @@ WIDTH = 190
 def cells(result: Result) -> list[str]:
     """One row of the table; times in microseconds a call, net of an empty kernel where the column says so."""
     if result.failed is not None:
-        return [result.name, str(result.sets), *["-"] * 7, f"failed: {result.failed}"]
+        return [result.name, "-", str(result.sets), *["-"] * 7, f"failed: {result.failed}"]
     ours, rival, empty = (result.spread(name) for name in ("ours", "rival", "empty"))
     gain = result.gain
     if gain is None:
@@ -34,6 +46,7 @@ def cells(result: Result) -> list[str]:
     floor = result.floor is not None and result.floor[0] >= 0.05
     return [
         result.name,
+        ", ".join(dict.fromkeys(result.by.values())),
         f"{result.sets}{'' if result.sets >= 20 else ' > L2'}",
         _us(empty and empty.median),
         _us(ours and ours.median),
@@ -54,8 +67,11 @@ def _us(value: float | None) -> str:
 
 def line(result: Result) -> str:
     """A case in one line of text, as it is done."""
-    shown = cells(result)
-    return f"{shown[0]}: ours {shown[3]}, {result.rival} {shown[4]}, floor {shown[7]}, built-in / ours {shown[9]}"
+    shown = dict(zip(COLUMNS, cells(result)))
+    return (
+        f"{shown['case']}: ours {shown['ours']} ({shown['by']}), {result.rival} {shown['built-in']}, "
+        f"floor {shown['floor']}, built-in / ours {shown['built-in / ours']}"
+    )
 
 
 def slower(results: Sequence[Result]) -> list[str]:
@@ -109,7 +125,9 @@ def show(results: Sequence[Result], device: dict[str, Any], ended: str) -> None:
         console = Console(highlight=False, width=WIDTH)
     table = Table(title=f"{device['name']}; microseconds a call, medians; run {ended}", title_justify="left")
     for column in COLUMNS:
-        table.add_column(column, justify="left" if column in ("case", "built-in / ours") else "right", no_wrap=False)
+        table.add_column(
+            column, justify="left" if column in ("case", "by", "built-in / ours") else "right", no_wrap=False
+        )
     for result in results:
         table.add_row(*map(_plain, cells(result)))
     console.print(table)

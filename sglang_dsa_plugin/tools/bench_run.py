@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
+from sglang_dsa_plugin import support
 from sglang_dsa_plugin.tools import bench_floors, bench_timing
 from sglang_dsa_plugin.tools.bench_cases import Case
 from sglang_dsa_plugin.tools.bench_floors import Gpu
@@ -20,9 +21,12 @@ from sglang_dsa_plugin.tools.bench_timing import Call, Clock, Spread
 
 @dataclass
 class Result:
-    """What a case gave. samples: microseconds a call, one a round, for "ours", "rival" and "empty" (a kernel that adds
-    one number, in a graph of as many calls).  floor: microseconds and what sets it.  peak_bytes: memory beyond the
-    inputs, of one call outside a graph.  missing: why there is no rival.  failed: why there are no figures at all.
+    """What a case gave.
+
+    samples: microseconds a call, one a round, for "ours", "rival" and "empty" (a kernel that adds one number, in a
+    graph of as many calls).  floor: microseconds and what sets it.  peak_bytes: memory beyond the inputs, of one call
+    outside a graph.  by: operator -> implementation that ours took.  missing: why there is no rival.  failed: why there
+    are no figures at all.
     """
 
     name: str
@@ -36,6 +40,7 @@ class Result:
     samples: dict[str, list[float]] = field(default_factory=dict)
     floor: tuple[float, str] | None = None
     peak_bytes: dict[str, int] = field(default_factory=dict)
+    by: dict[str, str] = field(default_factory=dict)
     missing: str | None = None
     failed: str | None = None
 
@@ -96,13 +101,15 @@ def measure(
     except Exception as error:
         result.failed = in_words(error)
         result.samples = {}
-    _free()
+    free()
     return result
 
 
 def _measure(case: Case, result: Result, clock: Clock, device: torch.device, rounds: int, impl: str | None) -> None:
     sets = [case.make(Maker(device, seed)) for seed in range(result.sets)]
     calls = [_bound(case, inputs, impl) for inputs in sets]
+    with noting(result.by):
+        calls[0]()
     result.peak_bytes["ours"] = clock.peak_bytes(calls[0])
     recorded = {"ours": clock.record(calls)}
     try:
@@ -113,6 +120,23 @@ def _measure(case: Case, result: Result, clock: Clock, device: torch.device, rou
         result.missing = str(error) if isinstance(error, Unavailable) else in_words(error)
     recorded["empty"] = clock.record(empty_calls(device, len(calls)))
     result.samples = bench_timing.interleave(clock, recorded, len(calls), rounds)
+
+
+@contextlib.contextmanager
+def noting(by: dict[str, str]) -> Iterator[None]:
+    """Note in `by` what the support table chooses for each operator that is called within."""
+    real = support.choose
+
+    def choose(operator: str, **features: Any) -> support.Choice:
+        choice = real(operator, **features)
+        by[operator] = choice.name
+        return choice
+
+    support.choose = choose
+    try:
+        yield
+    finally:
+        support.choose = real
 
 
 def _bound(case: Case, inputs: Inputs, impl: str | None) -> Call:
@@ -131,7 +155,8 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:300]
 
 
-def _free() -> None:
+def free() -> None:
+    """Give back what the last case held."""
     # Calls and inputs refer to each other, and one case may fill most of the GPU.
     gc.collect()
     if torch.cuda.is_available():

@@ -191,9 +191,19 @@ def test_a_result_holds_samples_ratio_floor_and_memory():
     assert shown["built-in / ours"] == "1.50 [1.50, 1.50]" and shown["share"] == "50%" and shown["sets"] == "3 > L2"
 
 
+def test_a_real_case_is_measured_and_says_what_ours_took():
+    one = TINY_CASES["decode step, bf16, 16 heads, B=3, S=40"]
+    # Sets are seeds, so that all of them differ.
+    assert not torch.equal(one.make(Maker(CPU, 0)).q_rope, one.make(Maker(CPU, 1)).q_rope)
+    result = bench_run.measure(one, FakeClock(2e-6, 1e-6), CPU, 5, l2_bytes=1, impl="torch")
+    assert result.failed is None and result.missing == "no CUDA device"
+    operators = {"index_keys_store", "index_queries", "index_select_paged", "positions_to_slots", "sparse_mla"}
+    assert operators <= set(result.by) and set(result.by.values()) == {"torch"}
+
+
 def test_an_unknown_gpu_has_no_share():
     result = bench_run.measure(case(rival=HERE), FakeClock(2e-6, 3e-6, 1e-6), CPU, 5, l2_bytes=1)
-    assert result.share is None and bench_report.cells(result)[7:9] == ["-", "-"]
+    assert result.share is None and bench_report.cells(result)[8:10] == ["-", "-"]
 
 
 def test_a_rival_that_cannot_run_is_named_and_ours_is_measured():
