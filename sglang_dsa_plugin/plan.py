@@ -13,16 +13,20 @@ import torch
 
 from sglang_dsa_plugin import settings, support
 from sglang_dsa_plugin.cache.layouts import FP8, LATENT_LAYOUTS, PAGE_SIZE, LatentLayout, index_token_bytes
+from sglang_dsa_plugin.kernel_flags import Forced, KernelFlags, Refusal
 
 KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
 # Operators of a decode step whose implementations differ in what a CUDA graph can record.
 DECODE_OPERATORS = ("index_select_paged", "positions_to_slots", "sparse_mla")
-# SGLang's own backend names whose kernels read the raw 576-byte fp8 row; every other fp8 consumer reads the packed one.
-RAW_FP8_BACKENDS = ("trtllm", "tilelang")
-
-
-class Refusal(ValueError):
-    """A combination that is not served. The message names the flag or key and the remedy."""
+# What a flag can force by phase, and the operator that it is about.
+USES = {
+    "sparse_mla": "sparse_mla",
+    "sparse_mla_prefill": "sparse_mla",
+    "index_select_paged": "index_select_paged",
+    "index_select_prefill": "index_select_paged",
+}
+INDEX_PREFILL = "index_select_prefill"
+NO_FLAGS = KernelFlags()
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,10 @@ class ServingPlan:
         return "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
 
 
-def latent_layout(
-    kv_dtype: torch.dtype, prefill_backend: str | None = None, decode_backend: str | None = None
-) -> LatentLayout:
+def latent_layout(kv_dtype: torch.dtype, flags: KernelFlags = NO_FLAGS) -> LatentLayout:
     """The row layout of a pool of `kv_dtype` (bfloat16, float32 or e4m3).
 
-    For fp8 the setting SGLANG_DSA_PLUGIN_LATENT_LAYOUT decides; on auto, SGLang's own backend names do: kernels that
+    For fp8 the setting SGLANG_DSA_PLUGIN_LATENT_LAYOUT decides; on auto, SGLang's own kernel flags do: kernels that
     read raw rows in both phases get 576 bytes, everything else 656. Raises Refusal for other dtypes and for a pair
     that cannot share rows.
     """
@@ -79,18 +81,11 @@ def latent_layout(
             f"KV cache dtype {str(kv_dtype).removeprefix('torch.')} is not served for a DSA model; "
             f"use --kv-cache-dtype with one of {', '.join(KV_CACHE_DTYPES)}, and --dtype bfloat16 or float32"
         )
+    flags.refuse_mixed_rows()
     forced = settings.latent_layout()
     if forced != "auto":
         return LATENT_LAYOUTS[forced]
-    raw = {name in RAW_FP8_BACKENDS for name in (prefill_backend, decode_backend)}
-    if raw == {True, False}:
-        raise Refusal(
-            f"--dsa-prefill-backend {prefill_backend} and --dsa-decode-backend {decode_backend} read different fp8 "
-            "rows "
-            f"(576 raw against 656 packed bytes) and cannot share a pool; name {' or '.join(RAW_FP8_BACKENDS)} for "
-            "both or for neither"
-        )
-    return LATENT_LAYOUTS["fp8_576" if raw == {True} else "fp8_656"]
+    return LATENT_LAYOUTS["fp8_576" if flags.raw_rows else "fp8_656"]
 
 
 def index_key_dtype(model_dtype: torch.dtype) -> torch.dtype:
@@ -108,8 +103,7 @@ def plan_serving(
     model_dtype: torch.dtype,
     kv_cache_dtype: str = "auto",
     page_size: int | None = None,
-    prefill_backend: str | None = None,
-    decode_backend: str | None = None,
+    flags: KernelFlags = NO_FLAGS,
     device: str = "cpu",
     sm: int | None = None,
     heads: int | None = None,
@@ -118,10 +112,9 @@ def plan_serving(
 ) -> ServingPlan:
     """Decide for one server.
 
-    model_dtype: dtype the model computes in (float32 or bfloat16).  kv_cache_dtype, page_size, prefill_backend,
-    decode_backend: SGLang's flags as the user gave them, None when unset.  device: torch device type.  sm: compute
-    capability x 10 on CUDA.  heads: attention heads of one rank.  index_heads, topk: of the
-    indexer. Raises Refusal naming the flag and the remedy.
+    model_dtype: dtype the model computes in (float32 or bfloat16).  kv_cache_dtype, page_size, flags: SGLang's flags as
+    the user gave them, None when unset.  device: torch device type.  sm: compute capability x 10 on CUDA.  heads:
+    attention heads of one rank.  index_heads, topk: of the indexer. Raises Refusal naming the flag and the remedy.
     """
     if model_dtype not in (torch.bfloat16, torch.float32):
         raise Refusal(
@@ -139,17 +132,12 @@ def plan_serving(
             "by their "
             f"scales; leave --page-size out or set it to {PAGE_SIZE}"
         )
-    for flag, value in (("--dsa-prefill-backend", prefill_backend), ("--dsa-decode-backend", decode_backend)):
-        if value is not None:
-            raise Refusal(
-                f"{flag} {value} names a GPU kernel that this version does not serve; leave the flag out "
-                "(docs/support.md says what runs on which device), or set SGLANG_DSA_PLUGIN=off to use SGLang's "
-                "built-in DSA on a GPU"
-            )
     kv_dtype, resolved = _kv_dtype(kv_cache_dtype, model_dtype)
-    latent = latent_layout(kv_dtype, prefill_backend, decode_backend)
+    latent = latent_layout(kv_dtype, flags)
     keys = index_key_dtype(model_dtype)
-    choices = operator_choices(device, latent.name, sm, model_dtype, heads, index_heads=index_heads, topk=topk)
+    choices = operator_choices(
+        device, latent.name, sm, model_dtype, heads, index_heads=index_heads, topk=topk, flags=flags
+    )
     host_reader = next((op for op in DECODE_OPERATORS if not choices[op].implementation.capturable), None)
     asked = f"--kv-cache-dtype {kv_cache_dtype}"
     reasons = {
@@ -184,34 +172,54 @@ def operator_choices(
     packages: str = "installed",
     index_heads: int | None = None,
     topk: int | None = None,
+    flags: KernelFlags = NO_FLAGS,
 ) -> dict[str, support.Choice]:
-    """The implementation of each operator on the serving path, by the support table or SGLANG_DSA_PLUGIN_IMPL.
+    """The implementation of each operator on the serving path: by SGLang's flags, SGLANG_DSA_PLUGIN_IMPL, or the
+    support table.
 
-    "sparse_mla" is decode's, "sparse_mla_prefill" that of calls with many rows. dtype: of the model; heads: of a rank;
-    index_heads, topk: of the indexer.
+    "sparse_mla" and "index_select_paged" are decode's, "sparse_mla_prefill" is that of calls with many rows, and
+    "index_select_prefill" is there where flags make it another one. dtype: of the model; heads: of a rank; index_heads,
+    topk: of the indexer. Raises Refusal for a flag whose kernel cannot run here.
     """
+    forced = flags.forced(layout, device)
 
-    def choose(operator: str, rows: int) -> support.Choice:
+    def choose(use: str, rows: int) -> support.Choice:
+        operator = USES.get(use, use)
         attends = operator in ("sparse_mla", "dense_mha")
-        return support.choose(
-            operator,
-            device=device,
-            impl=forced_impl(operator),
-            sm=sm,
-            layout=layout,
-            heads=heads if attends else index_heads if operator == "index_select_paged" else None,
-            k=topk if operator in ("sparse_mla", "index_select_paged") else None,
-            dtype=dtype if attends else None,
-            rows=rows,
-            packages=packages,
-        )
+        scores = operator == "index_select_paged"
+        try:
+            return support.choose(
+                operator,
+                device=device,
+                impl=implementation_for(use, forced),
+                sm=sm,
+                layout=layout,
+                heads=heads if attends else index_heads if scores else None,
+                k=topk if operator in ("sparse_mla", "index_select_paged") else None,
+                dtype=dtype if attends else index_key_dtype(dtype) if scores and dtype is not None else None,
+                rows=rows,
+                packages=packages,
+            )
+        except ValueError as error:
+            if use not in forced:
+                raise
+            raise Refusal(f"{forced[use].flag} cannot be served here: {error}; leave the flag out") from None
 
     many = support.MANY_ROWS
+    apart = {forced[use].implementation if use in forced else None for use in ("index_select_paged", INDEX_PREFILL)}
     return {op: choose(op, 1) for op in DECODE_OPERATORS} | {
-        "sparse_mla_prefill": choose("sparse_mla", many),
+        "sparse_mla_prefill": choose("sparse_mla_prefill", many),
         "dense_mha": choose("dense_mha", many),
+        **({INDEX_PREFILL: choose(INDEX_PREFILL, many)} if len(apart) > 1 else {}),
         **({"masked_mha": choose("masked_mha", many)} if device == "cpu" else {}),
     }
+
+
+def implementation_for(use: str, forced: dict[str, Forced]) -> str | None:
+    """The implementation a server hands to an operator: what a flag forces for this use, else SGLANG_DSA_PLUGIN_IMPL,
+    else None. forced: of `KernelFlags.forced`.
+    """
+    return forced[use].implementation if use in forced else forced_impl(USES.get(use, use))
 
 
 def why_not_dense(device: str, choices: dict[str, support.Choice]) -> str | None:

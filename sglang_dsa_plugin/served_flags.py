@@ -27,10 +27,6 @@ NOT_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "disaggregation_mode": (("null", None), "--disaggregation-mode"),
     "dsa_triton_union": ((0, None), "--dsa-triton-union"),
     "enable_dsa_fused_indexer": ((False, None), "--enable-dsa-fused-indexer"),
-    # sgl-kernel and auto are SGLang's defaults and cannot be told from a user's choice; the support table
-    # chooses.
-    "dsa_topk_backend": (("sgl-kernel", "torch", None), "--dsa-topk-backend"),
-    "dsa_paged_mqa_logits_backend": (("auto", None), "--dsa-paged-mqa-logits-backend"),
 }
 
 

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_exec, get_parallel
 
 from sglang_dsa_plugin import plan, settings
-from sglang_dsa_plugin.adapter import report
+from sglang_dsa_plugin.adapter import report, state
 from sglang_dsa_plugin.adapter.pool import DsaPool
 from sglang_dsa_plugin.backend import core, dense_fallback, metadata
 from sglang_dsa_plugin.backend.masked_prefill import MaskedPrefill
@@ -74,9 +74,12 @@ class DsaBackend(AttentionBackend):
         self.hisparse_coordinator = None
         self.supports_mha_one_shot = True
         self.forward_metadata: metadata.StepMetadata | None = None
+        flags = state.kernel_flags()
+        forced = flags.forced(pool.layout.name, str(self.device))
         self.core = core.AttentionCore(
             pool.layout,
-            impl_sparse=plan.forced_impl("sparse_mla"),
+            impl_sparse=plan.implementation_for("sparse_mla", forced),
+            impl_prefill=plan.implementation_for("sparse_mla_prefill", forced),
             impl_slots=plan.forced_impl("positions_to_slots"),
             impl_dense=plan.forced_impl("dense_mha"),
             impl_masked=plan.forced_impl("masked_mha"),
@@ -89,6 +92,7 @@ class DsaBackend(AttentionBackend):
             heads=self.heads,
             index_heads=self.config.index_n_heads,
             topk=self.config.index_topk,
+            flags=flags,
         )
         self._why_not_dense = plan.why_not_dense(str(self.device), self.choices)
         self.paths = dense_fallback.PathCounter()
@@ -284,7 +288,7 @@ class DsaBackend(AttentionBackend):
                 self.forward_metadata,
                 layer.scaling,
             )
-        return self._sparse(q, k, layer, forward_batch, save_kv_cache, **kwargs)
+        return self._sparse(q, k, layer, forward_batch, save_kv_cache, prefill=True, **kwargs)
 
     def forward_decode(
         self,
@@ -297,7 +301,7 @@ class DsaBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         """One row per request, always sparse. Returns [B, H*512]."""
-        return self._sparse(q, k, layer, forward_batch, save_kv_cache, **kwargs)
+        return self._sparse(q, k, layer, forward_batch, save_kv_cache, prefill=False, **kwargs)
 
     def _sparse(
         self,
@@ -307,6 +311,7 @@ class DsaBackend(AttentionBackend):
         forward_batch: ForwardBatch,
         save_kv_cache: bool,
         *,
+        prefill: bool,
         q_rope: torch.Tensor,
         k_rope: torch.Tensor,
         topk_indices: torch.Tensor | None = None,
@@ -328,6 +333,7 @@ class DsaBackend(AttentionBackend):
             self.forward_metadata,
             layer.scaling,
             sink=attn_sink,
+            prefill=prefill,
         )
 
     # Read from outside the class

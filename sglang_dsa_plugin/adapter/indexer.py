@@ -104,7 +104,9 @@ class DsaIndexer(torch.nn.Module):
             rope_scaling=rope_scaling,
             is_neox_style=is_neox_style,
         )
-        self._impl = plan.forced_impl("index_select_paged")
+        forced = state.kernel_flags().forced_index(self.wk.weight.device.type)
+        self._impl_decode = plan.implementation_for("index_select_paged", forced)
+        self._impl_prefill = plan.implementation_for(plan.INDEX_PREFILL, forced)
         self.token = TokenIndexer(
             index_n_heads,
             layout,
@@ -153,16 +155,23 @@ class DsaIndexer(torch.nn.Module):
             return None
         picks = step.every_token(self.index_topk)
         if picks is None:
-            picks = self._select(x, q_lora, positions, step, pages.buffer[local_layer])
+            impl = self._impl_decode if forward_batch.forward_mode.is_decode() else self._impl_prefill
+            picks = self._select(x, q_lora, positions, step, pages.buffer[local_layer], impl)
         picks = maybe_capture_indexer_topk(layer_id, self._same_on_all_ranks(picks))
         if masked:
             step.picks = picks
         return picks if return_indices else None
 
     def _select(
-        self, x: torch.Tensor, q_lora: torch.Tensor, positions: torch.Tensor, step: StepMetadata, keys: torch.Tensor
+        self,
+        x: torch.Tensor,
+        q_lora: torch.Tensor,
+        positions: torch.Tensor,
+        step: StepMetadata,
+        keys: torch.Tensor,
+        impl: str | None,
     ) -> torch.Tensor:
-        """Picks by score; keys: index pages of the layer."""
+        """Picks by score; keys: index pages of the layer; impl: implementation by name."""
         query = self.token.queries(self.wq_b(q_lora)[0], self._head_weights(x), positions)
         return index_select.paged(
             query.q,
@@ -174,7 +183,7 @@ class DsaIndexer(torch.nn.Module):
             self.index_topk,
             init_tokens=self.config.index_init_tokens,
             local_tokens=self.config.index_local_tokens,
-            impl=self._impl,
+            impl=impl,
         )
 
     def _head_weights(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Facts of this process that several adapters need: the model's dtype and the plan in force.
+"""Facts of this process that several adapters need: the model's dtype, the plan and the kernel flags in force.
 
-SGLang builds pool, indexers and backend from different places with different arguments; each reads these two answers,
+SGLang builds pool, indexers and backend from different places with different arguments; each reads these answers,
 which come from SGLang's published configuration and the plugin's settings and are therefore the same in every process
 of a server.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from sglang_dsa_plugin import plan
+from sglang_dsa_plugin.kernel_flags import KernelFlags
 
 _model_dtype: torch.dtype | None = None
 
@@ -34,3 +35,16 @@ def model_dtype() -> torch.dtype:
 def index_key_dtype() -> torch.dtype:
     """Dtype of index keys for the model being served."""
     return plan.index_key_dtype(model_dtype())
+
+
+def kernel_flags() -> KernelFlags:
+    """The kernel flags of the user, from the arguments that SGLang publishes in every process."""
+    from sglang.srt.runtime_context import get_exec
+
+    kernel = get_exec().kernel
+    return KernelFlags.published(
+        kernel.dsa_prefill_backend,
+        kernel.dsa_decode_backend,
+        kernel.dsa_topk_backend,
+        kernel.dsa_paged_mqa_logits_backend,
+    )

@@ -15,12 +15,13 @@ from sglang_dsa_plugin.ops import dense_mha, masked_mha, sparse_mla
 
 @dataclass(frozen=True)
 class AttentionCore:
-    """layout: of the cached rows.  impl_sparse, impl_slots, impl_dense, impl_masked: implementation names, None to let
-    the support table choose.
+    """layout: of the cached rows.  impl_sparse (decode), impl_prefill (sparse prefill), impl_slots, impl_dense,
+    impl_masked: implementation names, None to let the support table choose.
     """
 
     layout: LatentLayout
     impl_sparse: str | None = None
+    impl_prefill: str | None = None
     impl_slots: str | None = None
     impl_dense: str | None = None
     impl_masked: str | None = None
@@ -34,12 +35,13 @@ class AttentionCore:
         step: StepMetadata,
         scale: float,
         sink: torch.Tensor | None = None,
+        prefill: bool = False,
     ) -> torch.Tensor:
         """Absorbed attention over the picked rows.
 
         q_latent [R,H,512], q_rope [R,H,64], rows [N,width] of the layer, picks [R,k] positions in each row's request,
-        -1 none. Returns [R, H*512] in q's dtype; zero for rows without picks. Raises ValueError when picks do not
-        match the rows.
+        -1 none. prefill: whether the rows are of a prefill, which may have an implementation of its own. Returns
+        [R, H*512] in q's dtype; zero for rows without picks. Raises ValueError when picks do not match the rows.
         """
         if picks.shape[0] != step.rows:
             raise ValueError(
@@ -54,7 +56,7 @@ class AttentionCore:
             sink=sink,
             # A kernel stops at a short row's last pick; on a CPU the columns past it are already gone.
             lengths=step.pick_counts(picks.shape[1]) if q_latent.is_cuda else None,
-            impl=self.impl_sparse,
+            impl=self.impl_prefill if prefill else self.impl_sparse,
         )
         return out.reshape(out.shape[0], -1, LATENT_DIM).flatten(1)
 

@@ -45,7 +45,7 @@ def ragged(
     op = "index_scores.ragged"
     check_ragged(op, q, k, k_scale, gate, start, end)
     check_width(op, width)
-    run = support.resolve("index_scores_ragged", device=q.device, impl=impl, heads=q.shape[1])
+    run = support.resolve("index_scores_ragged", device=q.device, impl=impl, heads=q.shape[1], dtype=q.dtype)
     return run(q, k, k_scale, gate, start, end, width)
 
 
@@ -68,7 +68,7 @@ def paged(
     op = "index_scores.paged"
     check_paged(op, q, pages, gate, lengths, page_table, row_to_request)
     check_width(op, width)
-    run = support.resolve("index_scores_paged", device=q.device, impl=impl, heads=q.shape[1])
+    run = support.resolve("index_scores_paged", device=q.device, impl=impl, heads=q.shape[1], dtype=q.dtype)
     return run(q, pages, gate, lengths, page_table, row_to_request, width)
 
 

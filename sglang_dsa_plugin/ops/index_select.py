@@ -46,7 +46,7 @@ def ragged(
     if offsets is not None:
         _check.index_tensor(op, "offsets", offsets, (q.shape[0],), q.device)
     budget = _check_picks(op, topk, init_tokens, local_tokens, budget_bytes)
-    run = support.resolve("index_select_ragged", device=q.device, impl=impl, heads=q.shape[1], k=topk)
+    run = support.resolve("index_select_ragged", device=q.device, impl=impl, heads=q.shape[1], k=topk, dtype=q.dtype)
     return run(q, k, k_scale, gate, start, end, topk, init_tokens, local_tokens, budget, offsets)
 
 
@@ -76,7 +76,7 @@ def paged(
     if page_size != PAGE_SIZE:
         _check.fail(op, "page_size", f"{PAGE_SIZE}, the tokens of an index page", page_size)
     budget = _check_picks(op, topk, init_tokens, local_tokens, budget_bytes)
-    run = support.resolve("index_select_paged", device=q.device, impl=impl, heads=q.shape[1], k=topk)
+    run = support.resolve("index_select_paged", device=q.device, impl=impl, heads=q.shape[1], k=topk, dtype=q.dtype)
     return run(q, pages, gate, lengths, page_table, row_to_request, topk, init_tokens, local_tokens, budget, slots)
 
 

@@ -14,7 +14,7 @@ import torch
 Tensors = tuple[torch.Tensor | None, ...]
 Judge = Callable[[Tensors, Tensors], float]
 # Kernels of other packages round the weights of attention to bf16 (docs/operators.md).
-ROUNDS_WEIGHTS = ("flash_mla", "fa3")
+ROUNDS_WEIGHTS = ("flash_mla", "flash_mla_kv", "fa3", "trtllm")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from sglang_dsa_plugin import plan, served_flags
+from sglang_dsa_plugin import kernel_flags, plan, served_flags, support
+from sglang_dsa_plugin.support_vendor import NOT_MEASURED
 
 GPUS = (80, 86, 89, 90, 100, 103, 120, 121)
 HEADS = (8, 16, 32, 64, 128)
@@ -19,13 +20,20 @@ Written from the support table (`sglang_dsa_plugin/support.py`); a test compares
 implementation that is chosen: `triton` and `torch` are this package's, `flash_mla` and `fa3` are kernels of packages
 that SGLang brings, called through checked adapters. `a / b` means a with the package installed, b without it. Head
 counts are those of one rank. Where dense prefill is `torch` on a GPU and sparse is not, short prompts run sparse
-instead. The choice does not depend on k from 64 to 4096, nor on the length of a request.
+instead. The choice does not depend on k from 64 to 4096, nor on the length of a request. Kernels of other packages
+that have not been measured to be faster are taken by name only; they have a table of their own below.
+"""
+
+_BY_NAME = """## By name
+
+Implementations that call kernels of other packages, and where they can run. `unasked` says where the table takes one by
+itself; elsewhere a flag (below) or `SGLANG_DSA_PLUGIN_IMPL` takes it.
 """
 
 
 def page() -> str:
     """The whole file."""
-    return "\n".join([_HEAD, *_gpus(), *_cpu(), *_combinations()]).rstrip() + "\n"
+    return "\n".join([_HEAD, *_gpus(), *_cpu(), *_by_name(), *_combinations()]).rstrip() + "\n"
 
 
 def _gpus() -> Iterator[str]:
@@ -75,14 +83,26 @@ def _words(numbers: list[int]) -> str:
     return " and ".join(map(str, numbers))
 
 
+def _by_name() -> Iterator[str]:
+    yield _BY_NAME
+    yield "| operators | name | SM | rows, heads, k | unasked | |\n| --- | --- | --- | --- | --- | --- |"
+    operators: dict[str, list[str]] = {}
+    for row in support.rows():
+        if row.first is not None:
+            where = "no" if row.by_name_only else row.first.words()
+            note = row.note.removesuffix(NOT_MEASURED)
+            cells = f"`{row.name}` | {row.sm_words()} | {row.limits()} | {where} | {note}"
+            operators.setdefault(cells, []).append(row.operator)
+    yield "\n".join(f"| {', '.join(names)} | {cells} |" for cells, names in operators.items()) + "\n"
+
+
 def _combinations() -> Iterator[str]:
     yield "## Combinations\n\nRefused when the server starts, by a message that names the flag and what to do:\n"
     yield "| flag | served |\n| --- | --- |"
     yield "| `--page-size` | 64, or left out |"
     yield f"| `--kv-cache-dtype` | {', '.join(plan.KV_CACHE_DTYPES)} |"
     yield "| `--dtype` | bfloat16, float32 |"
-    yield "| `--dsa-prefill-backend`, `--dsa-decode-backend` | left out: the table above chooses |"
-    for flag, values in served_flags.served_values().items():
+    for flag, values in (kernel_flags.served_values() | served_flags.served_values()).items():
         yield f"| `{flag}` | {values} |"
 
 

@@ -5,6 +5,7 @@ import torch
 
 from sglang_dsa_plugin import plan, support
 from sglang_dsa_plugin.cache.layouts import FP8
+from sglang_dsa_plugin.kernel_flags import KernelFlags
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -44,10 +45,13 @@ def test_latent_layout_setting(monkeypatch, choice, layout):
 
 
 def test_raw_and_packed_rows_cannot_share_a_pool():
-    assert plan.latent_layout(FP8, "trtllm", "trtllm").name == "fp8_576"
-    assert plan.latent_layout(FP8, "flashmla_kv", "flashmla_kv").name == "fp8_656"
+    assert plan.latent_layout(FP8, KernelFlags("trtllm", "trtllm")).name == "fp8_576"
+    assert plan.latent_layout(FP8, KernelFlags("flashmla_kv", "flashmla_kv")).name == "fp8_656"
+    assert plan.latent_layout(BF16, KernelFlags(decode="trtllm")).name == "bf16_1152"
     with pytest.raises(plan.Refusal, match="--dsa-prefill-backend flashmla_kv and --dsa-decode-backend trtllm"):
-        plan.latent_layout(FP8, "flashmla_kv", "trtllm")
+        plan.latent_layout(FP8, KernelFlags("flashmla_kv", "trtllm"))
+    with pytest.raises(plan.Refusal, match=r"--dsa-prefill-backend \(left out\) and --dsa-decode-backend trtllm"):
+        plan.latent_layout(FP8, KernelFlags(decode="trtllm"))
 
 
 def test_bytes_per_token_count_layers_that_reuse_picks_once():
@@ -65,8 +69,8 @@ def test_bytes_per_token_count_layers_that_reuse_picks_once():
         ({"kv_cache_dtype": "mxfp8"}, "--kv-cache-dtype mxfp8"),
         ({"page_size": 1}, "--page-size 1 .* set it to 64"),
         ({"page_size": 128}, "--page-size 128"),
-        ({"prefill_backend": "flashmla_sparse"}, "--dsa-prefill-backend flashmla_sparse .* leave the flag out"),
-        ({"decode_backend": "fa3"}, "--dsa-decode-backend fa3"),
+        ({"flags": KernelFlags(prefill="flashmla_sparse")}, "--dsa-prefill-backend flashmla_sparse .* leave the flag"),
+        ({"flags": KernelFlags(decode="fa3")}, "--dsa-decode-backend fa3 names a GPU kernel, and .* runs on a CPU"),
     ],
 )
 def test_refusals_name_the_flag_and_the_remedy(arguments, message):

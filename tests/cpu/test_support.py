@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from sglang_dsa_plugin import support
-from sglang_dsa_plugin.support import Implementation
+from sglang_dsa_plugin import support, support_row
+from sglang_dsa_plugin.support import Implementation, Where
 
 
 @pytest.fixture
@@ -30,7 +30,9 @@ def test_operators_all_run_on_a_cpu():
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="unknown operator 'nothing'"):
         support.choose("nothing", device="cpu")
-    with pytest.raises(ValueError, match="impl='cuda' does not exist; it has triton, torch"):
+    with pytest.raises(
+        ValueError, match="impl='cuda' does not exist; it has sgl_kernel, flashinfer, torch_topk, triton, torch"
+    ):
         support.choose("topk", device="cpu", impl="cuda")
 
 
@@ -71,7 +73,7 @@ def test_registering_puts_a_row_first_once(own_rows):
 
 
 def test_a_kernel_for_many_rows_is_left_out_below_unless_asked_for(own_rows):
-    support.register(fast(many_rows=True), before="torch")
+    support.register(fast(first=Where(min_rows=support.MANY_ROWS)), before="torch")
     few, many = support.MANY_ROWS - 1, support.MANY_ROWS
     assert support.choose("sparse_mla", device="cpu", rows=few).name == "torch"
     assert support.choose("sparse_mla", device="cpu", rows=few).rejected == {"fast": f"worth it from {many} rows on"}
@@ -118,7 +120,7 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     current = {"index": 0}
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current["index"])
     monkeypatch.setattr(torch.cuda, "device", Entered)
-    run = support._on_its_device(lambda first, second, option=0: (second, option))
+    run = support_row.on_its_device(lambda first, second, option=0: (second, option))
     assert run(Tensor(), 5, option=7) == (5, 7) and entered == [1]
     current["index"] = 1
     assert run(Tensor(), 5) == (5, 0) and entered == [1]

@@ -23,14 +23,13 @@ from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang_dsa_plugin import plan
 from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
 from sglang_dsa_plugin.config import DsaConfig, UnsupportedModel, is_dsa_config
+from sglang_dsa_plugin.kernel_flags import KernelFlags, declared
 from sglang_dsa_plugin.served_flags import NOT_SERVED
 
 logger = logging.getLogger(__name__)
 SOURCE = "sglang_dsa_plugin"
 BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 DSA_NAMES = ("dsa", "nsa")
-# Declared as SGLang's own dsa_*_backend, so that no built-in layout or rope rule keyed by a kernel's name applies.
-KERNELS = "sglang_dsa_plugin"
 FUSED_OPS = "SGLANG_FORCE_FUSED_OP_BACKEND"
 
 
@@ -57,19 +56,28 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
     dsa = DsaConfig.from_hf(config)
     user = _user_values(server_args)
     refuse_flags(user, dsa)
+    flags = KernelFlags(
+        user.get("dsa_prefill_backend"),
+        user.get("dsa_decode_backend"),
+        user.get("dsa_topk_backend"),
+        user.get("dsa_paged_mqa_logits_backend"),
+    )
     serving = plan.plan_serving(
         model_dtype=model_config_of(server_args).dtype,
         kv_cache_dtype=user.get("kv_cache_dtype") or "auto",
         page_size=user.get("page_size"),
-        prefill_backend=user.get("dsa_prefill_backend"),
-        decode_backend=user.get("dsa_decode_backend"),
+        flags=flags,
         device="cuda" if torch.cuda.is_available() else "cpu",
         heads=max(1, dsa.num_heads // resolving_view(server_args).tp_size),
         index_heads=dsa.index_n_heads,
         topk=dsa.index_topk,
     )
     declare_resolution(
-        server_args, SOURCE, kv_cache_dtype="bfloat16", dsa_prefill_backend=KERNELS, dsa_decode_backend=KERNELS
+        server_args,
+        SOURCE,
+        kv_cache_dtype="bfloat16",
+        dsa_prefill_backend=declared(flags.prefill),
+        dsa_decode_backend=declared(flags.decode),
     )
     with _capability_shield():
         previous(server_args)

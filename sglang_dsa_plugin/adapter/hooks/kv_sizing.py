@@ -15,6 +15,7 @@ import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_dsa_plugin import plan
+from sglang_dsa_plugin.adapter import state
 from sglang_dsa_plugin.cache.layouts import FP8, index_token_bytes
 from sglang_dsa_plugin.config import is_dsa_config
 
@@ -36,7 +37,7 @@ def row_width(original: Callable[..., int], *, model_config: Any, kv_cache_dtype
     """Elements of a latent row; SGLang multiplies by the element size of the KV dtype."""
     if not is_dsa_config(model_config.hf_config):
         return original(model_config=model_config, kv_cache_dtype=kv_cache_dtype)
-    return plan.latent_layout(kv_cache_dtype).width
+    return plan.latent_layout(kv_cache_dtype, state.kernel_flags()).width
 
 
 def indexer_bytes(original: Callable[..., int], configurator: Any, *, kvc: Any, **kwargs: Any) -> int:

@@ -1,20 +1,31 @@
-"""Sparse MLA of a prefill by FlashMLA's kernel for bf16 rows of 576 values (github.com/deepseek-ai/FlashMLA).
+"""Sparse MLA by FlashMLA (github.com/deepseek-ai/FlashMLA): bf16 rows of 576 values, and packed fp8 rows of 656 bytes.
 
-What it needs and how it is met:
+Both live in the package's legacy library. What they need and how it is met:
 - 64 or 128 heads: others are padded with heads of zeros, whose output is dropped;
-- picks in multiples of 128: padded with -1, which it skips, as it does slots past the last row;
-- slots int32 [R, 1, K], rows [N, 1, 576].
-Its rows of 576 values live in the package's legacy library. A row without a valid pick comes back with lse +inf.
+- bf16 (`sparse_mla`, its prefill kernel): picks in multiples of 128, padded with -1, which it skips, as it does slots
+  past the last row; slots int32 [R, 1, K], rows [N, 1, 576]; a row without a valid pick comes back with lse +inf;
+- fp8 (`sparse_mla_packed`, its decode kernel): picks in multiples of 64; exactly -1 is "none" and everything else is
+  read, so slots are masked before; rows in pages of 64; scales that are powers of two, as this package writes them
+  (with others its lse was off by 6e-2 on an H200);
+- a schedule for its split over the keys, made on the device by the first call for a shape. It depends on the shape
+  alone as long as no lengths are handed over, so short rows are padded with -1 instead. See `_schedule`.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
+from sglang_dsa_plugin.cache.layouts import LATENT_DIM
+
+from . import attention
+
 _PICKS = 128
+_PACKED_PICKS = 64
+_SCHEDULED_ROWS = 512
 
 
 def sparse_mla(
@@ -56,3 +67,62 @@ def sparse_mla(
     if out is None:
         return result.to(q.dtype).contiguous(), lse
     return out.copy_(result), lse
+
+
+def sparse_mla_packed(
+    q: torch.Tensor,
+    kv_rows: torch.Tensor,
+    slots: torch.Tensor,
+    scale: float,
+    layout: str,
+    kv_scale: float = 1.0,
+    sink: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.sparse_mla.sparse_mla` for bf16 q and rows `fp8_656`, 1 to 128 heads, on SM 9.0 and 10.x."""
+    empty = attention.nothing(q, slots, kv_rows, out)
+    if empty is not None:
+        return empty
+    from flash_mla import flash_mla_with_kvcache
+
+    from sglang_dsa_plugin.kernels.triton.slot_prefix import slot_prefix
+
+    rows, heads, _ = q.shape
+    picked, counts = slot_prefix(slots, kv_rows.shape[0], lengths, multiple=_PACKED_PICKS)
+    padded = 64 if heads <= 64 else 128
+    result, lse = flash_mla_with_kvcache(
+        attention.padded_heads(q, padded).unsqueeze(1),
+        attention.whole_pages(kv_rows).unsqueeze(2),
+        None,
+        None,
+        LATENT_DIM,
+        _schedule(q.device, rows, padded, picked.shape[1]),
+        softmax_scale=scale,
+        is_fp8_kvcache=True,
+        indices=picked.unsqueeze(1),
+        use_legacy=True,
+    )
+    # [R, 1, heads, 512] and [R, heads, 1]
+    return attention.finished(result[:, 0, :heads], lse[:, :heads, 0], counts, q.dtype, sink, out)
+
+
+_schedules: dict[tuple[torch.device, int, int, int], Any] = {}
+
+
+def _schedule(device: torch.device, rows: int, heads: int, picks: int) -> Any:
+    """The kernel's split over processors for a shape, which its first call fills in, on the device.
+
+    Kept for the shapes of decode steps, so that layers and steps share one. A CUDA graph replays with the memory it was
+    recorded with: what an eager call left is used in a graph and never dropped, and one that is made during a recording
+    belongs to that graph alone.
+    """
+    key = (device, rows, heads, picks)
+    if key in _schedules:
+        return _schedules[key]
+    from flash_mla import get_mla_metadata
+
+    made, _ = get_mla_metadata()
+    if rows <= _SCHEDULED_ROWS and not torch.cuda.is_current_stream_capturing():
+        _schedules[key] = made
+    return made

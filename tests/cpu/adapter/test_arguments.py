@@ -21,8 +21,6 @@ ASKED = {
     "attn_dp_size": 2,
     "disaggregation_mode": "decode",
     "dsa_triton_union": 2,
-    "dsa_topk_backend": "flashinfer",
-    "dsa_paged_mqa_logits_backend": "deepgemm",
 }
 
 

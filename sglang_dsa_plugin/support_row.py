@@ -1,0 +1,205 @@
+"""What a row of the support table is: one way to run one operator, what it can do, and where it is worth taking."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# From here on a call is a prefill in the eyes of kernels that do not split one row over the GPU.
+MANY_ROWS = 256
+# Numbers of query rows that choices may depend on; those in between count as the one below.
+ROW_STEPS = (0, 16, MANY_ROWS)
+# What this package's Triton kernels take.
+TRITON_SMS = frozenset({80, 86, 87, 89, 90, 100, 103, 120, 121})
+HEADS = frozenset(range(1, 129))
+INDEX_MAX_K = 4096
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of an operator; None where it does not matter or is not known yet.
+
+    rows: query rows, one of ROW_STEPS. packages: kernel packages to reckon with: those "installed" here, "all" of them,
+    or "none".
+    """
+
+    device: str
+    sm: int | None = None
+    layout: str | None = None
+    heads: int | None = None
+    k: int | None = None
+    dtype: torch.dtype | None = None
+    rows: int | None = None
+    packages: str = "installed"
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where an implementation is taken unasked: compute capabilities and head counts (None: any), and query rows from
+    min_rows on, one of ROW_STEPS.
+    """
+
+    sm: frozenset[int] | None = None
+    heads: frozenset[int] | None = None
+    min_rows: int = 0
+
+    def __post_init__(self) -> None:
+        if self.min_rows not in ROW_STEPS:
+            raise ValueError(f"min_rows must be one of {', '.join(map(str, ROW_STEPS))}, got {self.min_rows}")
+
+    def words(self) -> str:
+        """The same for a table."""
+        found = [f"SM {_sm_list(self.sm)}"] if self.sm else []
+        found += [f"{_ranges(self.heads)} heads"] if self.heads else []
+        found += [f"{self.min_rows} rows or more"] if self.min_rows else []
+        return ", ".join(found) or "everywhere"
+
+    def why_not(self, asked: Request) -> str | None:
+        """The first reason why the request is not one of these, or None when it is."""
+        if self.sm is not None and asked.sm is not None and asked.sm not in self.sm:
+            return f"measured on SM {_sm_list(self.sm)} only, elsewhere taken by name"
+        if self.heads is not None and asked.heads is not None and asked.heads not in self.heads:
+            return f"worth it for {_ranges(self.heads)} heads"
+        if asked.rows is not None and asked.rows < self.min_rows:
+            return f"worth it from {self.min_rows} rows on"
+        return None
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to run one operator.
+
+    operator: name as in docs/operators.md, for example "sparse_mla".
+    name: what `impl=` accepts, for example "torch".
+    target: "module:function", imported at first use so that a missing kernel package costs nothing elsewhere;
+        or the callable itself when injected by `register()`.
+    devices: torch device types.
+    sm: compute capabilities as 10 * major + minor; None when any will do.
+    layouts, heads: accepted values; None when any will do.
+    max_k: largest number of picks; None when unbounded.
+    ks: numbers of picks it takes, where it does not take all up to max_k.
+    dtypes: of q; None when any will do.
+    package: module of the kernel package it needs.
+    first: where it is taken unasked; None is everywhere.
+    arguments: keywords for the target, where one function serves several rows.
+    exact: whether its result is held to the operator's bound (docs/operators.md); a few of other packages cannot be.
+    capturable: a CUDA graph may record it: it reads no values on the host, and its shapes follow from its arguments'.
+    note: why the row exists or where it stops, shown by the doctor.
+    """
+
+    operator: str
+    name: str
+    target: str | Callable[..., Any]
+    devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    sm: frozenset[int] | None = None
+    layouts: frozenset[str] | None = None
+    heads: frozenset[int] | None = None
+    max_k: int | None = None
+    ks: frozenset[int] | None = None
+    dtypes: frozenset[torch.dtype] | None = None
+    package: str | None = None
+    first: Where | None = None
+    arguments: tuple[tuple[str, Any], ...] = ()
+    exact: bool = True
+    capturable: bool = False
+    note: str = ""
+
+    @property
+    def by_name_only(self) -> bool:
+        """Whether it is never taken unasked."""
+        return self.first is not None and self.first.sm is not None and not self.first.sm
+
+    def why_not(self, asked: Request, named: bool = False) -> str | None:
+        """The first reason why this row does not serve the request, or None when it does. named: asked for by name, so
+        that it need not be worth it.
+        """
+        device, sm, layout, heads, k = asked.device, asked.sm, asked.layout, asked.heads, asked.k
+        if device not in self.devices:
+            return f"runs on {'/'.join(sorted(self.devices))}, not on {device}"
+        if self.sm is not None and device == "cuda" and sm not in self.sm:
+            return f"built for SM {_sm_list(self.sm)}, this GPU is {sm_name(sm)}"
+        if self.layouts is not None and layout is not None and layout not in self.layouts:
+            return f"reads {'/'.join(sorted(self.layouts))}, not {layout}"
+        if self.heads is not None and heads is not None and heads not in self.heads:
+            return f"takes {_ranges(self.heads)} heads, not {heads}"
+        if self.max_k is not None and k is not None and k > self.max_k:
+            return f"takes k up to {self.max_k}, not {k}"
+        if self.ks is not None and k is not None and k not in self.ks:
+            return f"takes k = {_ranges(self.ks)}, not {k}"
+        if self.dtypes is not None and asked.dtype is not None and asked.dtype not in self.dtypes:
+            names = "/".join(sorted(str(d).removeprefix("torch.") for d in self.dtypes))
+            return f"takes {names}, not {str(asked.dtype).removeprefix('torch.')}"
+        if not named and self.first is not None and (why := self.first.why_not(asked)) is not None:
+            return why
+        if self.package is not None and not _there(self.package, asked.packages):
+            return f"{self.package} is not installed"
+        return None
+
+    def sm_words(self) -> str:
+        """Compute capabilities for a table."""
+        return "any" if self.sm is None else _sm_list(self.sm)
+
+    def limits(self) -> str:
+        """Layouts, head counts and numbers of picks for a table."""
+        found = ["/".join(sorted(self.layouts))] if self.layouts else []
+        found += [f"{_ranges(self.heads)} heads"] if self.heads else []
+        found += [f"k = {_ranges(self.ks)}"] if self.ks else [f"k up to {self.max_k}"] if self.max_k else []
+        return ", ".join(found)
+
+    def load(self) -> Callable[..., Any]:
+        """Import and return the callable; ImportError names the operator and implementation."""
+        if callable(self.target):
+            return self.target
+        found = _import_target(self.target, self.arguments)
+        return on_its_device(found) if self.devices == {"cuda"} else found
+
+
+@functools.cache
+def _import_target(target: str, arguments: tuple[tuple[str, Any], ...] = ()) -> Callable[..., Any]:
+    module, _, name = target.partition(":")
+    found = getattr(importlib.import_module(module), name)
+    return functools.partial(found, **dict(arguments)) if arguments else found
+
+
+@functools.cache
+def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Kernels are launched on the current device, which need not be that of the first argument, a tensor."""
+
+    @functools.wraps(function)
+    def run(first: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        if first.device.type != "cuda" or first.device.index == torch.cuda.current_device():
+            return function(first, *arguments, **options)
+        with torch.cuda.device(first.device):
+            return function(first, *arguments, **options)
+
+    return run
+
+
+def _there(package: str, packages: str) -> bool:
+    return packages == "all" or (packages == "installed" and _installed(package))
+
+
+@functools.cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def sm_name(sm: int | None) -> str:
+    return "SM unknown" if sm is None else f"SM {sm // 10}.{sm % 10}"
+
+
+def _ranges(numbers: frozenset[int]) -> str:
+    """64/128 for few numbers, 1-128 for all in between."""
+    low, high = min(numbers), max(numbers)
+    whole = len(numbers) == high - low + 1 and len(numbers) > 2
+    return f"{low}-{high}" if whole else "/".join(map(str, sorted(numbers)))
+
+
+def _sm_list(sms: frozenset[int]) -> str:
+    return ", ".join(f"{s // 10}.{s % 10}" for s in sorted(sms))

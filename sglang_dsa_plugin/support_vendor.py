@@ -1,0 +1,173 @@
+"""Rows of the support table for kernels of other packages, and where a measurement puts them ahead of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_dsa_plugin.support_row import HEADS, INDEX_MAX_K, MANY_ROWS, TRITON_SMS, Implementation, Where
+
+_VENDOR = "sglang_dsa_plugin.kernels.vendor"
+_BF16 = frozenset({torch.bfloat16})
+_HOPPER = frozenset({90})
+_BLACKWELL = frozenset({100, 103})
+_BY_NAME = Where(sm=frozenset())
+NOT_MEASURED = "; not measured yet, taken by name only"
+
+# The kernels of other packages that the table takes unasked: those that were run on a GPU against fp64 and measured
+# faster than ours there (docs/benchmarks.md). All others are taken by name only. To move one, add or change its entry.
+MEASURED: dict[tuple[str, str], Where] = {
+    ("sparse_mla", "flash_mla"): Where(sm=_HOPPER, heads=frozenset(range(49, 129)), min_rows=MANY_ROWS),
+    ("dense_mha", "fa3"): Where(sm=_HOPPER),
+}
+
+
+def _vendor_row(
+    operator: str, name: str, target: str, *, sm: frozenset[int], note: str, **features: Any
+) -> Implementation:
+    first = MEASURED.get((operator, name), _BY_NAME)
+    if first is _BY_NAME:
+        note += NOT_MEASURED
+    return Implementation(
+        operator, name, f"{_VENDOR}.{target}", devices=frozenset({"cuda"}), sm=sm, first=first, note=note, **features
+    )
+
+
+def _attention_row(
+    name: str, target: str, layouts: set[str], sm: frozenset[int], note: str, **more: Any
+) -> Implementation:
+    return _vendor_row(
+        "sparse_mla",
+        name,
+        target,
+        sm=sm,
+        layouts=frozenset(layouts),
+        heads=HEADS,
+        dtypes=_BF16,
+        capturable=True,
+        note=note,
+        **more,
+    )
+
+
+_ATTENTION_ROWS = [
+    _attention_row(
+        "flash_mla",
+        "flash_mla:sparse_mla",
+        {"bf16_1152"},
+        _HOPPER | _BLACKWELL,
+        "FlashMLA sparse prefill, which computes 64 or 128 heads; ours computes fewer without padding",
+        package="flash_mla",
+    ),
+    _attention_row(
+        "flash_mla_kv",
+        "flash_mla:sparse_mla_packed",
+        {"fp8_656"},
+        _HOPPER | _BLACKWELL,
+        "FlashMLA sparse decode on packed fp8 rows, which computes 64 or 128 heads",
+        package="flash_mla",
+    ),
+    _attention_row(
+        "fa3",
+        "fa3:sparse_mla",
+        {"bf16_1152"},
+        _HOPPER,
+        "FlashAttention 3 as sgl-kernel builds it, with picks as a page table of single rows",
+        package="sgl_kernel",
+    ),
+    _attention_row(
+        "trtllm",
+        "trtllm:sparse_mla",
+        {"bf16_1152"},
+        _BLACKWELL,
+        "TensorRT-LLM kernels through FlashInfer, not run",
+        package="flashinfer",
+    ),
+    _attention_row(
+        "trtllm_fp8",
+        "trtllm:sparse_mla",
+        {"fp8_576"},
+        _BLACKWELL,
+        "the same on raw fp8 rows, not run; it rounds the query to e4m3, too, which our bound does not allow for",
+        package="flashinfer",
+        exact=False,
+    ),
+    _vendor_row(
+        "dense_mha",
+        "fa3",
+        "fa3:dense_mha",
+        sm=_HOPPER,
+        dtypes=_BF16,
+        package="sgl_kernel",
+        note="FlashAttention 3 as sgl-kernel builds it; on SM 8.x it takes no values narrower than keys",
+    ),
+]
+
+_FP8 = frozenset({torch.float8_e4m3fn})
+_DEEP_GEMM: dict[str, Any] = {
+    "sm": _HOPPER | _BLACKWELL,
+    "heads": frozenset(range(1, 65)),
+    "dtypes": _FP8,
+    "package": "deep_gemm",
+}
+# Selections of other packages, which pick as they like among equal scores: name -> features.
+_SELECTIONS: dict[str, dict[str, Any]] = {
+    "sgl_kernel": {"ks": frozenset({2048}), "package": "sgl_kernel", "sm": _HOPPER | _BLACKWELL},
+    "flashinfer": {"max_k": 2048, "package": "flashinfer", "sm": TRITON_SMS},
+    "torch_topk": {"sm": TRITON_SMS},
+}
+_INEXACT = "not exact: among equal scores it picks as it likes"
+
+
+def _index_rows() -> list[Implementation]:
+    rows = [
+        _vendor_row(
+            f"index_scores_{form}",
+            "deep_gemm",
+            f"deep_gemm:{form}",
+            note="DeepGEMM on fp8 keys, which computes 32 or 64 heads",
+            **_DEEP_GEMM,
+        )
+        for form in ("ragged", "paged")
+    ]
+    for name, features in _SELECTIONS.items():
+        for operator in ("topk", "topk_slots", "topk_ragged"):
+            rows.append(
+                _vendor_row(
+                    operator,
+                    name,
+                    f"topk:{operator}",
+                    arguments=(("by", name),),
+                    exact=False,
+                    note=_INEXACT,
+                    **features,
+                )
+            )
+    for scores in ("triton", "deep_gemm"):
+        for selection in ("triton", *_SELECTIONS):
+            if scores == selection:
+                continue
+            exact = selection == "triton"
+            features = {"heads": HEADS, "max_k": INDEX_MAX_K, **_SELECTIONS.get(selection, {"sm": TRITON_SMS})}
+            name, note = selection, f"scores by Triton, selection by {selection}, {_INEXACT}"
+            if scores == "deep_gemm":
+                features |= {**_DEEP_GEMM, "sm": _DEEP_GEMM["sm"] & features["sm"]}
+                name = scores if exact else f"{scores}_{selection}"
+                note = f"scores by DeepGEMM, selection by {selection}" + ("" if exact else f", {_INEXACT}")
+            rows.append(
+                _vendor_row(
+                    "index_select_paged",
+                    name,
+                    "index_select:paged",
+                    arguments=(("scores", scores), ("selection", selection)),
+                    exact=exact,
+                    capturable=True,
+                    note=note,
+                    **features,
+                )
+            )
+    return rows
+
+
+VENDOR_ROWS: list[Implementation] = [*_ATTENTION_ROWS, *_index_rows()]

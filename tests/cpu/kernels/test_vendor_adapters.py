@@ -1,0 +1,231 @@
+"""The adapters' own work, without a GPU: stand-ins check what each kernel needs (vendor_fakes.py), results are fp64's.
+
+Slots are prepared by a Triton kernel, so the tests run in Triton's interpreter, in a process of their own.
+"""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_dsa_plugin.cache.layouts import FP8
+from sglang_dsa_plugin.ops import index_scores, index_select, quant, select, sparse_mla
+from tests.cpu.kernels import vendor_fakes
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+
+    def test_in_the_interpreter():
+        root = Path(__file__).parents[3]
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).relative_to(root))],
+            cwd=root,
+            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "2"},
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+
+else:
+    from sglang_dsa_plugin.kernels.triton.slot_prefix import slot_prefix
+    from sglang_dsa_plugin.kernels.vendor import deep_gemm, fa3, flash_mla, topk, trtllm
+    from sglang_dsa_plugin.kernels.vendor import index_select as vendor_select
+
+    SCALE = 192**-0.5
+
+    def generator(seed=0):
+        return torch.Generator().manual_seed(seed)
+
+    @pytest.fixture(autouse=True)
+    def gpu(monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    # Slots
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    @pytest.mark.parametrize(("k", "multiple"), [(1, 1), (7, 4), (64, 64), (100, 64)])
+    @pytest.mark.parametrize("fill", [-1, 0])
+    @pytest.mark.parametrize("limited", [False, True])
+    def test_valid_slots_come_first_in_their_order(dtype, k, multiple, fill, limited):
+        slots = torch.randint(-40, 130, (9, k), generator=generator(k), dtype=dtype)
+        slots[3], slots[4] = -1, 500
+        lengths = torch.randint(0, k + 1, (9,), generator=generator(1)) if limited else None
+        found, counts = slot_prefix(slots, 100, lengths, fill, multiple)
+        assert found.dtype == counts.dtype == torch.int32 and found.shape[1] % multiple == 0
+        for r, row in enumerate(slots.tolist()):
+            row = row[: lengths[r]] if limited else row
+            valid = [s for s in row if 0 <= s < 100]
+            rest = found.shape[1] - max(1, len(valid))
+            assert found[r].tolist() == (valid or [0]) + [fill] * rest and counts[r] == len(valid)
+
+    def test_slots_of_a_view_and_of_nothing():
+        wide = torch.arange(24, dtype=torch.int32).view(3, 8)
+        found, counts = slot_prefix(wide[:, :5], 100)
+        assert torch.equal(found, wide[:, :5]) and counts.tolist() == [5, 5, 5]
+        assert slot_prefix(wide[:0], 100)[0].shape == (0, 8)
+
+    # Attention
+
+    def problem(layout, heads, k=100, count=200):
+        q = torch.randn(7, heads, 576, generator=generator()).bfloat16()
+        latent, rope = torch.randn(count, 576, generator=generator(1)).split([512, 64], dim=1)
+        kv_scale = 0.02 if layout == "fp8_576" else 1.0
+        rows = quant.quantize_latent(latent.bfloat16(), rope.bfloat16(), layout, kv_scale, impl="torch")
+        slots = torch.randint(0, count, (7, k), generator=generator(2), dtype=torch.int32)
+        slots[0, 3:40], slots[1], slots[2, 1:], slots[3, 9:] = -1, -1, -1, count + 7
+        lengths = torch.full((7,), k)
+        lengths[4], lengths[5] = 0, 33
+        return q, rows, slots, kv_scale, lengths
+
+    def options_of(heads, lengths):
+        return ({}, {"sink": torch.randn(heads, generator=generator(3))}, {"lengths": lengths})
+
+    def agree(got, want, error):
+        none = want[1] == -math.inf
+        assert torch.equal(got[1] == -math.inf, none) and (got[0][none] == 0).all()
+        assert torch.allclose(got[1][~none].double(), want[1][~none], atol=error, rtol=error)
+        assert torch.allclose(got[0].double(), want[0], atol=error, rtol=1 / 64)
+
+    @pytest.mark.parametrize("heads", [8, 64, 100])
+    def test_flash_mla_packed_rows(monkeypatch, heads):
+        calls = []
+        vendor_fakes.install(monkeypatch, vendor_fakes.flash_mla(calls))
+        q, rows, slots, _, lengths = problem("fp8_656", heads)
+        for options in options_of(heads, lengths):
+            got = flash_mla.sparse_mla_packed(q, rows, slots, SCALE, "fp8_656", **options)
+            agree(got, sparse_mla.reference(q, rows, slots, SCALE, "fp8_656", **options), 1e-3)
+        assert {shape for _, shape, _ in calls} == {(7, 1, 128)}
+        assert len({id(schedule) for schedule, _, _ in calls}) == 1, "one schedule for a shape"
+
+    def test_a_schedule_made_while_a_graph_is_recorded_is_its_own(monkeypatch):
+        calls = []
+        vendor_fakes.install(monkeypatch, vendor_fakes.flash_mla(calls))
+        monkeypatch.setattr(flash_mla, "_schedules", {})
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        made = [flash_mla._schedule(torch.device("cpu"), 3, 64, 128) for _ in range(2)]
+        assert made[0] is not made[1]
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        kept = flash_mla._schedule(torch.device("cpu"), 3, 64, 128)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert flash_mla._schedule(torch.device("cpu"), 3, 64, 128) is kept
+        assert flash_mla._schedule(torch.device("cpu"), 4, 64, 128) is not kept
+
+    @pytest.mark.parametrize("heads", [8, 128])
+    def test_fa3_rows_as_pages(monkeypatch, heads):
+        vendor_fakes.install(monkeypatch, vendor_fakes.sgl_kernel())
+        q, rows, slots, _, lengths = problem("bf16_1152", heads)
+        for options in options_of(heads, lengths):
+            got = fa3.sparse_mla(q, rows, slots, SCALE, "bf16_1152", **options)
+            agree(got, sparse_mla.reference(q, rows, slots, SCALE, "bf16_1152", **options), 1e-3)
+
+    @pytest.mark.parametrize("layout", ["bf16_1152", "fp8_576"])
+    def test_trtllm(monkeypatch, layout):
+        """Queries that e4m3 holds: rounding them is the one thing the adapter adds to fp8 rows."""
+        vendor_fakes.install(monkeypatch, vendor_fakes.flashinfer())
+        monkeypatch.setattr(trtllm, "_WORKSPACE_BYTES", 2 * 16 * trtllm._SOFTMAX_BYTES)
+        monkeypatch.setattr(trtllm, "_SCRATCH_BYTES", 0)  # two rows a call
+        q, rows, slots, kv_scale, lengths = problem(layout, 16, k=99)
+        q = (q / 4).to(FP8).bfloat16() if layout == "fp8_576" else q
+        for options in options_of(16, lengths):
+            got = trtllm.sparse_mla(q, rows, slots, SCALE, layout, kv_scale, **options)
+            agree(got, sparse_mla.reference(q, rows, slots, SCALE, layout, kv_scale, **options), 1e-3)
+
+    @pytest.mark.parametrize("run", [flash_mla.sparse_mla_packed, fa3.sparse_mla, trtllm.sparse_mla])
+    def test_nothing_to_attend_to(run):
+        out, lse = run(torch.zeros(2, 8, 576).bfloat16(), torch.zeros(0, 576), torch.zeros(2, 4).int(), 1.0, "")
+        assert out.shape == (2, 8, 512) and not out.any() and (lse == -math.inf).all()
+
+    # Index scores
+
+    def index_problem(heads, count=300, requests=3):
+        g = generator(heads)
+
+        def integers(low, high, *shape):
+            return torch.randint(low, high, shape, generator=g, dtype=torch.int32)
+
+        q, k = integers(-3, 4, 9, heads, 128).float().to(FP8), integers(-3, 4, count, 128).float().to(FP8)
+        scale, gate = 2.0 ** integers(-2, 2, count).float(), integers(-4, 5, 9, heads).float()
+        pages = torch.zeros(requests * 5, 8448, dtype=torch.uint8)
+        pages[:, :8192] = integers(-3, 4, requests * 5, 8192).float().to(FP8).view(torch.uint8)
+        pages[:, 8192:] = (2.0 ** integers(-2, 2, requests * 5, 64).float()).view(torch.uint8)
+        table = torch.randperm(requests * 5, generator=g).view(requests, 5).int()
+        lengths = integers(0, 301, 9)
+        lengths[3], lengths[4] = 0, 320
+        owner = integers(0, requests, 9)
+        return (q, k, scale, gate), (q, pages, gate, lengths, table, owner)
+
+    @pytest.mark.parametrize("heads", [8, 32, 40, 64])
+    def test_deep_gemm_ragged(monkeypatch, heads):
+        vendor_fakes.install(monkeypatch, vendor_fakes.deep_gemm(most_rows=0))
+        (q, k, scale, gate), _ = index_problem(heads)
+        start = torch.tensor([0, 5, 200, 300, 0, 10, 10, 299, 0], dtype=torch.int32)
+        end = torch.tensor([300, 5, 263, 300, 1, 9, 200, 300, 150], dtype=torch.int32)
+        for width in (None, 64, 350):
+            got = deep_gemm.ragged(q, k, scale, gate, start, end, width)
+            assert torch.equal(got, index_scores.reference_ragged(q, k, scale, gate, start, end, width).float())
+
+    @pytest.mark.parametrize(
+        ("heads", "capability", "most"), [(8, (9, 0), 2048), (64, (10, 0), vendor_fakes.PROCESSORS)]
+    )
+    def test_deep_gemm_paged(monkeypatch, heads, capability, most):
+        vendor_fakes.install(monkeypatch, vendor_fakes.deep_gemm(most))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        _, arguments = index_problem(heads)
+        for width in (None, 64, 100, 320, 400):
+            got = deep_gemm.paged(*arguments, width)
+            assert torch.equal(got, index_scores.reference_paged(*arguments, width).float())
+
+    def test_deep_gemm_never_sees_only_empty_rows(monkeypatch):
+        """Padding rows may name any page."""
+        vendor_fakes.install(monkeypatch, vendor_fakes.deep_gemm(2048))
+        (q, k, scale, gate), (_, pages, _, lengths, table, owner) = index_problem(64)
+        none = torch.zeros_like(lengths)
+        assert (deep_gemm.paged(q, pages, gate, none, torch.full_like(table, -1), owner, 64) == -math.inf).all()
+        assert (deep_gemm.ragged(q, k, scale, gate, none + 300, none, 64) == -math.inf).all()
+
+    # Selection
+
+    @pytest.mark.parametrize("k", [1, 16, 64, 500])
+    @pytest.mark.parametrize("forced", [(0, 0), (3, 4), (900, 900)])
+    def test_torch_topk_without_ties(k, forced):
+        scores = torch.randperm(9 * 200, generator=generator()).view(9, 200).float() - 900
+        starts = torch.tensor([0, 0, 5, 100, 199, 0, 0, 0, 0])
+        lengths = torch.tensor([200, 0, 60, 100, 1, 7, 33, 199, 150])
+        scores[0, ::3], scores[6, 5] = -math.inf, math.nan
+        got = topk.topk(scores, lengths, k, starts, *forced, by="torch_topk")
+        want = select.reference(scores, lengths, k, starts, *forced)
+        same = torch.ones(9, dtype=torch.bool)
+        same[0] = k < 100  # past the numbers it is one -inf or another
+        same[6] = False
+        assert torch.equal(got[same], want[same])
+        assert torch.equal((got >= 0).sum(1), (want >= 0).sum(1))
+        assert all(len(set(row)) == len(row) for row in ([p for p in r if p >= 0] for r in got.tolist()))
+
+    @pytest.mark.parametrize("slots", [False, True])
+    @pytest.mark.parametrize(("scores", "selection"), [("deep_gemm", "triton"), ("triton", "torch_topk")])
+    @pytest.mark.parametrize("budget", [1 << 20, 4 * 4 * 320])
+    def test_scores_of_one_package_and_selection_of_another(monkeypatch, scores, selection, slots, budget):
+        vendor_fakes.install(monkeypatch, vendor_fakes.deep_gemm(2048))
+        _, (q, pages, gate, lengths, table, owner) = index_problem(32)
+        if selection != "triton":
+            gate = torch.rand(gate.shape, generator=generator())  # no two scores alike
+        arguments = (q, pages, gate, lengths, table, owner, 64)
+        got = vendor_select.paged(*arguments, 2, 3, budget, slots, scores=scores, selection=selection)
+        want = index_select.reference_paged(*arguments, slots=slots, init_tokens=2, local_tokens=3)
+        if selection == "triton":
+            assert torch.equal(got, want)
+        else:  # in float32 a few of the last picks may change places with their neighbours
+            common = [len(set(a) & set(b)) / len(set(b)) for a, b in zip(got.tolist(), want.tolist())]
+            assert min(common) > 0.9
+        whole = vendor_select.paged(*arguments[:6], 400, 0, 0, budget, slots, scores=scores, selection=selection)
+        want = index_select.reference_paged(*arguments[:6], 400, slots=slots)
+        assert torch.equal(whole, want)
+
+    def test_a_budget_below_one_row_is_refused():
+        _, arguments = index_problem(32)
+        with pytest.raises(ValueError, match=r"at least 1280 .* set SGLANG_DSA_PLUGIN_SCORES_MB to 1 or more"):
+            vendor_select.paged(*arguments, 64, 0, 0, 1000, scores="deep_gemm", selection="triton")

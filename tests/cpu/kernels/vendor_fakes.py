@@ -1,0 +1,141 @@
+"""Stand-ins for kernel packages: each checks what the real kernel needs and answers in float64.
+
+They hold what the packages document, so that the adapters' conversions can be tested without a GPU; that the real
+kernels do as documented is for tests/gpu/test_vendor.py.
+"""
+
+import math
+import sys
+import types
+
+import torch
+
+from sglang_dsa_plugin.cache.layouts import FP8
+from sglang_dsa_plugin.ops import index_scores, quant
+
+PROCESSORS = 4
+
+
+def attend(q, rows, scale):
+    """q [H, D] over rows [n, D]: (out [H, 512], lse [H]) natural log."""
+    scores = scale * (q.double() @ rows.double().T)
+    return torch.softmax(scores, dim=1) @ rows[:, :512].double(), torch.logsumexp(scores, dim=1)
+
+
+def flash_mla(calls):
+    """calls: collects the schedules it was handed."""
+
+    def with_kvcache(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, softmax_scale, is_fp8_kvcache, indices, use_legacy
+    ):
+        rows, one, heads, dim = q.shape
+        assert (one, dim, head_dim_v) == (1, 576, 512) and heads in (64, 128) and q.is_contiguous()
+        assert k_cache.dtype == torch.uint8 and k_cache.shape[1:] == (64, 1, 656) and is_fp8_kvcache and use_legacy
+        assert indices.dtype == torch.int32 and indices.shape[:2] == (rows, 1) and indices.shape[2] % 64 == 0
+        cached = k_cache.shape[0] * 64
+        assert ((indices == -1) | ((indices >= 0) & (indices < cached))).all()
+        calls.append((schedule, tuple(indices.shape), heads))
+        latents = quant.dequantize_latent(k_cache.reshape(cached, 656), "fp8_656", impl="torch")
+        out, lse = torch.full((rows, 1, heads, 512), math.nan), torch.full((rows, heads, 1), math.inf)
+        for r in range(rows):
+            picked = latents[indices[r, 0][indices[r, 0] >= 0].long()]
+            if len(picked):
+                out[r, 0], lse[r, :, 0] = attend(q[r, 0], picked, softmax_scale)
+        return out.bfloat16(), lse
+
+    module = types.ModuleType("flash_mla")
+    module.flash_mla_with_kvcache = with_kvcache
+    module.get_mla_metadata = lambda: (object(), None)
+    return {"flash_mla": module}
+
+
+def sgl_kernel():
+    def with_kvcache(
+        q, k_cache, v_cache, qv, page_table, cache_seqlens, cu_seqlens_q, max_seqlen_q, softmax_scale, causal,
+        return_softmax_lse,
+    ):  # fmt: skip
+        rows, heads, _ = q.shape
+        assert k_cache.shape[1:] == (1, 1, 64) and v_cache.shape[1:] == (1, 1, 512) and k_cache.stride(-1) == 1
+        assert k_cache.data_ptr() == v_cache.data_ptr() + 2 * 512, "views of the same rows, no copies"
+        assert page_table.dtype == cache_seqlens.dtype == cu_seqlens_q.dtype == torch.int32
+        assert cu_seqlens_q.tolist() == list(range(rows + 1)) and max_seqlen_q == 1 and return_softmax_lse
+        assert (cache_seqlens >= 1).all() and (cache_seqlens <= page_table.shape[1]).all()
+        assert ((page_table >= 0) & (page_table < k_cache.shape[0])).all(), "read ahead, past the length, too"
+        out, lse = torch.empty(rows, heads, 512, dtype=q.dtype), torch.empty(heads, rows)
+        for r in range(rows):
+            picked = page_table[r, : cache_seqlens[r]].long()
+            whole = torch.cat([v_cache[picked, 0, 0], k_cache[picked, 0, 0]], dim=1)
+            found, norm = attend(torch.cat([qv[r], q[r]], dim=1), whole, softmax_scale)
+            out[r], lse[:, r] = found.to(q.dtype), norm.float()
+        return out, lse, None
+
+    package, attention = types.ModuleType("sgl_kernel"), types.ModuleType("sgl_kernel.flash_attn")
+    attention.flash_attn_with_kvcache = with_kvcache
+    package.flash_attn = attention
+    return {"sgl_kernel": package, "sgl_kernel.flash_attn": attention}
+
+
+def flashinfer():
+    def decode(
+        query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens,
+        max_seq_len, sparse_mla_top_k, out, bmm1_scale, bmm2_scale, backend, lse, return_lse, return_lse_base,
+    ):  # fmt: skip
+        rows, one, _, dim = query.shape
+        assert (one, dim, kv_lora_rank, qk_rope_head_dim) == (1, 576, 512, 64) and query.dtype == kv_cache.dtype
+        assert kv_cache.shape[1:] == (1, 64, 576) and (backend, return_lse_base) == ("trtllm-gen", "basee")
+        assert workspace_buffer.dtype == torch.uint8 and not workspace_buffer.any()
+        assert sparse_mla_top_k % 4 == 0 and block_tables.shape == (rows, 1, sparse_mla_top_k)
+        assert (seq_lens >= 1).all() and return_lse
+        cached = kv_cache.reshape(-1, 576).float()
+        for r in range(rows):
+            picked = block_tables[r, 0, : seq_lens[r]]
+            assert (picked >= 0).all() and (block_tables[r, 0, seq_lens[r] :] == -1).all()
+            found, norm = attend(query[r, 0].float(), cached[picked.long()], bmm1_scale)
+            out[r, 0], lse[r] = (found * bmm2_scale).to(out.dtype), norm.float()
+        return out, lse
+
+    package, attention = types.ModuleType("flashinfer"), types.ModuleType("flashinfer.decode")
+    attention.trtllm_batch_decode_with_kv_cache_mla = decode
+    package.decode = attention
+    return {"flashinfer": package, "flashinfer.decode": attention}
+
+
+def deep_gemm(most_rows):
+    """most_rows: rows a paged call takes."""
+
+    def junk(*shape):
+        return torch.full(shape, math.nan)
+
+    def mqa(q, kv, weights, ks, ke, clean_logits, max_seqlen_k):
+        k, scale = kv
+        assert q.dtype == k.dtype == FP8 and q.shape[1] in (32, 64) and q.is_contiguous() and weights.is_contiguous()
+        assert ks.dtype == ke.dtype == torch.int32 and not clean_logits
+        assert (ke > ks).all() and (ks >= 0).all() and (ke <= len(k)).all() and (ke - ks <= max_seqlen_k).all()
+        want = index_scores.reference_ragged(q, k, scale, weights, ks, ke, max_seqlen_k).float()
+        inside = torch.arange(max_seqlen_k) < (ke - ks).unsqueeze(1)
+        return torch.where(inside, want, junk(len(q), max_seqlen_k))
+
+    def metadata(lengths, page, processors):
+        assert lengths.dtype == torch.int32 and lengths.shape[1] == 1 and (lengths >= 1).all() and page == 64
+        return lengths.clone()
+
+    def paged(q, cache, weights, lengths, table, schedule, longest, clean_logits):
+        rows, one, heads, _ = q.shape
+        assert one == 1 and heads in (32, 64) and rows <= most_rows and torch.equal(schedule, lengths)
+        assert cache.shape[1:] == (64, 1, 132) and table.dtype == torch.int32 and table.shape[0] == rows
+        assert ((table >= 0) & (table < len(cache))).all() and (lengths <= longest).all() and not clean_logits
+        own = torch.arange(rows)
+        want = index_scores.reference_paged(
+            q[:, 0], cache.reshape(len(cache), -1), weights, lengths[:, 0], table, own, longest
+        ).float()
+        return torch.where(torch.arange(longest) < lengths, want, junk(rows, longest))
+
+    module = types.ModuleType("deep_gemm")
+    module.fp8_mqa_logits, module.fp8_paged_mqa_logits = mqa, paged
+    module.get_paged_mqa_logits_metadata, module.get_num_sms = metadata, lambda: PROCESSORS
+    return {"deep_gemm": module}
+
+
+def install(monkeypatch, modules):
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
