@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from sglang_dsa_plugin import tuned
 from sglang_dsa_plugin.support_row import (
     HEADS,
     INDEX_MAX_K,
@@ -153,6 +154,7 @@ def register(implementation: Implementation, *, before: str | None = None) -> No
     )
     _ROWS.insert(at, implementation)
     _choose.cache_clear()
+    _measured.cache_clear()
 
 
 def choose(
@@ -179,7 +181,13 @@ def choose(
     if kind == "cuda" and sm is None:
         sm = _device_sm(torch.device(device).index or 0)
     step = None if rows is None else max(s for s in ROW_STEPS if s <= rows)
-    return _choose(operator, impl, Request(kind, sm, layout, heads, k, dtype, step, packages))
+    asked = Request(kind, sm, layout, heads, k, dtype, step, packages)
+    # What was measured here says nothing about a machine with other packages.
+    if impl is None and kind == "cuda" and packages == "installed":
+        best = tuned.preferred(operator, sm, torch.device(device).index, layout, heads, step)
+        if best is not None and (choice := _measured(operator, best, asked)) is not None:
+            return choice
+    return _choose(operator, impl, asked)
 
 
 def resolve(
@@ -187,6 +195,15 @@ def resolve(
 ) -> Callable[..., Any]:
     """`choose(...)` and load: the callable to run."""
     return choose(operator, device=device, impl=impl, **features).implementation.load()
+
+
+@functools.lru_cache(maxsize=1024)
+def _measured(operator: str, best: str, asked: Request) -> Choice | None:
+    """The row that this GPU's measured choices (tuned.py) name, where it can run; speed does not buy another result."""
+    row = next((r for r in rows(operator) if r.name == best), None)
+    if row is None or not row.exact or row.why_not(asked, named=True) is not None:
+        return None
+    return Choice(row, "the fastest measured on this GPU for this shape (sglang-dsa bench tune)")
 
 
 @functools.lru_cache(maxsize=1024)

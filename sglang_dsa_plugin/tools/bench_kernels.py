@@ -10,6 +10,7 @@ import contextlib
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -58,12 +59,13 @@ def bench_kernels(
     if plot is not None and not bench_plot.available():
         raise typer.BadParameter(bench_plot.NEEDED)
     results: list[Result] = []
-    ended, status = "complete", 0
+    ended, status, began = "complete", 0, time.monotonic()
     try:
         with stopping():
             for result in measure_all(chosen, device, rounds):
                 results.append(result)
-                print(f"[{len(results)}/{len(chosen)}] {bench_report.line(result)}", file=sys.stderr, flush=True)
+                at = f"[{len(results)}/{len(chosen)}, {time.monotonic() - began:.0f} s]"
+                print(at, bench_report.line(result), file=sys.stderr, flush=True)
                 if json_out is not None:
                     bench_report.write(json_out, bench_report.record(results, device, rounds, "not yet complete"))
     except Stopped as stop:
@@ -91,16 +93,16 @@ def measure_all(chosen: list[Case], device: dict[str, Any], rounds: int) -> Iter
     from sglang_dsa_plugin.tools.bench_timing import GraphClock
 
     where, gpu = torch.device("cuda", torch.cuda.current_device()), bench_floors.gpu_of(device["name"])
-    with torch.inference_mode():
-        for case in chosen:
+    for case in chosen:
+        with torch.inference_mode():
             result = bench_run.measure(case, GraphClock(), where, rounds, l2_bytes=device["l2_bytes"], gpu=gpu)
-            yield result
-            if result.failed or result.missing:
-                try:
-                    torch.cuda.synchronize()
-                except Exception as error:
-                    message = f"{result.name} broke the CUDA context ({bench_run.in_words(error)}); measure the others "
-                    raise LostDevice(message + "with --only") from error
+        yield result
+        if result.failed or result.missing:
+            try:
+                torch.cuda.synchronize()
+            except Exception as error:
+                message = f"{result.name} broke the CUDA context ({bench_run.in_words(error)}); measure the others "
+                raise LostDevice(message + "with --only") from error
 
 
 def device_facts(command: str = "bench kernels") -> dict[str, Any]:
