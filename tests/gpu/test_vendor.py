@@ -1,9 +1,15 @@
-"""Kernels of other packages behind the operator contract, on a CUDA device against fp64."""
+"""Attention by kernels of other packages behind the operator contract, on a CUDA device against fp64.
+
+What a GPU cannot run is skipped with the support table's reason. Tried here of the known faults: U24, U26, U30, U31,
+U33, U34, U35, U65.
+"""
 
 import pytest
 import torch
 
-from sglang_dsa_plugin.ops import dense_mha, sparse_mla
+from sglang_dsa_plugin import support
+from sglang_dsa_plugin.kernels.triton.slot_prefix import slot_prefix
+from sglang_dsa_plugin.ops import dense_mha, quant, sparse_mla
 from tests.cpu.ops.bounds import assert_attention
 
 pytestmark = pytest.mark.gpu
@@ -41,15 +47,149 @@ def test_flash_mla_prefill(heads, k):
         assert_attention([t.cpu() for t in got], want, spread=spread)
 
 
-def magnitudes(q, kv, slots, sink=None, lengths=None):
+def magnitudes(q, kv, slots, sink=None, lengths=None, layout="bf16_1152", kv_scale=1.0):
     """sum of weight * |latent| [R, H, 512] in fp64."""
+    latents = quant.reference_dequantize_latent(kv, layout, kv_scale)
     spread = torch.zeros(*q.shape[:2], 512, dtype=torch.float64)
     for r in range(q.shape[0]):
         mine = slots[r] if lengths is None else slots[r, : lengths[r]]
-        rows = kv[mine[(mine >= 0) & (mine < kv.shape[0])].long()].double()
+        rows = latents[mine[(mine >= 0) & (mine < kv.shape[0])].long()]
         if len(rows):
             spread[r] = torch.softmax(SCALE * q[r].double() @ rows.T, dim=1) @ rows[:, :512].abs()
     return spread
+
+
+# Implementation and the layouts that it reads; those whose result is the operator's.
+SPARSE = [("flash_mla", "bf16_1152"), ("flash_mla_kv", "fp8_656"), ("fa3", "bf16_1152"), ("trtllm", "bf16_1152")]
+
+
+def skip_unless_here(impl, layout, heads=64):
+    try:
+        support.choose("sparse_mla", device="cuda", impl=impl, layout=layout, heads=heads, dtype=torch.bfloat16)
+    except ValueError as why:
+        pytest.skip(str(why))
+
+
+def cached(count, layout, kv_scale=1.0):
+    latent, rope = normal(count, 576, seed=1).split([512, 64], dim=1)
+    return quant.reference_quantize_latent(latent.float(), rope.float(), layout, kv_scale)
+
+
+def picks(rows, k, count):
+    """Short, empty, out of range and scattered rows, then full ones."""
+    slots = torch.randint(0, count, (rows, k), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
+    slots[0, 3:40], slots[1], slots[2, 1:], slots[3, 9:] = -1, -1, -1, count + 7
+    slots[6, ::2] = -1
+    slots[7] = -5
+    return slots
+
+
+@pytest.mark.parametrize("count", [6400, 5003])
+@pytest.mark.parametrize("heads", [8, 16, 64, 100, 128])
+@pytest.mark.parametrize("k", [2048, 300, 64])
+@pytest.mark.parametrize(("impl", "layout"), SPARSE)
+def test_sparse_attention(impl, layout, k, heads, count):
+    """count 5003: not whole pages."""
+    skip_unless_here(impl, layout, heads)
+    rows = 11
+    q, kv, slots = normal(rows, heads, 576), cached(count, layout), picks(rows, k, count)
+    lengths = torch.full((rows,), k)
+    lengths[4], lengths[5], lengths[6] = 0, 33, 21
+    sink = torch.randn(heads)
+    for options in ({}, {"sink": sink}, {"lengths": lengths}, {"lengths": lengths.int(), "sink": sink}):
+        want = sparse_mla.reference(q, kv, slots, SCALE, layout, **options)
+        spread = magnitudes(q, kv, slots, **options, layout=layout)
+        gpu = {name: value.cuda() for name, value in options.items()}
+        got = sparse_mla.sparse_mla(*on_gpu(q, kv, slots), SCALE, layout, impl=impl, **gpu)
+        assert got[0].dtype == torch.bfloat16 and got[0].is_contiguous()
+        assert_attention([t.cpu() for t in got], want, spread=spread)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 64, 130, 600])
+@pytest.mark.parametrize(("impl", "layout"), SPARSE)
+def test_a_row_does_not_depend_on_the_batch(impl, layout, rows):
+    """Every row and head gets its own picks, whatever the batch; slots of int64 and `out` given."""
+    skip_unless_here(impl, layout, 16)
+    q, kv = normal(rows, 16, 576).cuda(), cached(6400, layout).cuda()
+    slots = torch.randint(0, 6400, (rows, 512), generator=torch.Generator().manual_seed(rows)).cuda()
+    out = torch.empty(rows, 16, 512, dtype=torch.bfloat16, device="cuda")
+    got, lse = sparse_mla.sparse_mla(q, kv, slots, SCALE, layout, impl=impl, out=out)
+    assert got is out and not out.isnan().any()
+    some = range(0, rows, max(1, rows // 8))
+    for r in some:
+        alone, alone_lse = sparse_mla.sparse_mla(q[r : r + 1], kv, slots[r : r + 1], SCALE, layout, impl="torch")
+        assert torch.allclose(lse[r], alone_lse[0], atol=2e-5, rtol=2e-6)
+        assert (out[r].float() - alone[0].float()).abs().max() < 0.02
+
+
+def test_packed_rows_with_large_and_small_powers_of_two():
+    """U30: the scale of a block is an f32 power of two, far from 1 in real checkpoints."""
+    skip_unless_here("flash_mla_kv", "fp8_656")
+    size = torch.tensor([1e-3, 1.0, 30.0, 200.0]).repeat_interleave(128)
+    latent, rope = normal(640, 576, seed=3).float().split([512, 64], dim=1)
+    kv = quant.reference_quantize_latent(latent * size, rope, "fp8_656")
+    q, slots = normal(4, 64, 576) / 64, torch.arange(256, dtype=torch.int32).expand(4, 256).contiguous()
+    want = sparse_mla.reference(q, kv, slots, SCALE, "fp8_656")
+    spread = magnitudes(q, kv, slots, layout="fp8_656")
+    got = sparse_mla.sparse_mla(*on_gpu(q, kv, slots), SCALE, "fp8_656", impl="flash_mla_kv")
+    assert_attention([t.cpu() for t in got], want, spread=spread)
+
+
+def test_trtllm_on_raw_fp8_rows():
+    """Queries that e4m3 holds, since it rounds them."""
+    skip_unless_here("trtllm_fp8", "fp8_576", 16)
+    q = (normal(9, 16, 576) / 4).to(torch.float8_e4m3fn).bfloat16()
+    kv, slots = cached(6400, "fp8_576", 0.02), picks(9, 512, 6400)
+    want = sparse_mla.reference(q, kv, slots, SCALE, "fp8_576", 0.02)
+    spread = magnitudes(q, kv, slots, layout="fp8_576", kv_scale=0.02)
+    got = sparse_mla.sparse_mla(*on_gpu(q, kv, slots), SCALE, "fp8_576", 0.02, impl="trtllm_fp8")
+    assert_attention([t.cpu() for t in got], want, spread=8 * spread)  # weights in fp8
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize(("impl", "layout"), SPARSE)
+def test_in_a_cuda_graph_as_eagerly(impl, layout, rows):
+    """Replays follow the picks, their number and the queries; two graphs of one shape do not share what they write."""
+    skip_unless_here(impl, layout, 64)
+    q, kv = normal(rows, 64, 576).cuda(), cached(6400, layout).cuda()
+    slots, lengths = torch.zeros(rows, 2048, dtype=torch.int32).cuda(), torch.full((rows,), 2048).int().cuda()
+
+    def step():
+        return sparse_mla.sparse_mla(q, kv, slots, SCALE, layout, lengths=lengths, impl=impl)
+
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    graphs = []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = step()
+        graphs.append((graph, results))
+    for trial in range(3):
+        q.copy_(normal(rows, 64, 576, seed=trial))
+        slots.copy_(torch.randint(0, 6400, (rows, 2048), generator=torch.Generator().manual_seed(trial)))
+        lengths.copy_(torch.randint(0, 2049, (rows,), generator=torch.Generator().manual_seed(trial)))
+        graph, replayed = graphs[trial % 2]
+        graph.replay()
+        for a, b in zip(replayed, step()):
+            assert torch.equal(a.nan_to_num(neginf=-7), b.nan_to_num(neginf=-7))
+
+
+@pytest.mark.parametrize("k", [1, 63, 2048, 2051, 5000])
+@pytest.mark.parametrize("rows", [1, 70000])
+def test_slots_in_front(rows, k):
+    """70000 rows: more than a grid's second dimension takes."""
+    if rows * k > 2**28:
+        pytest.skip("memory")
+    slots = torch.randint(-200, 1200, (rows, k), generator=torch.Generator("cuda").manual_seed(k), device="cuda")
+    found, counts = slot_prefix(slots, 1000, None, -1, 64)
+    valid = (slots >= 0) & (slots < 1000)
+    assert torch.equal(counts, valid.sum(1).int())
+    order = torch.sort(~valid, dim=1, stable=True).indices
+    want = torch.where(valid, slots, -1).gather(1, order).int()
+    want[counts == 0, 0] = 0
+    assert torch.equal(found[:, :k], want) and (found[:, k:] == -1).all()
 
 
 @pytest.mark.parametrize(("width", "values"), [(192, 128), (256, 256)])
