@@ -24,7 +24,7 @@ def spec(arch: str, heads: int, kv: str, index_topk: int) -> ServerSpec:
         arch, dtype="bfloat16", heads=heads, index_topk=index_topk, layers=LAYERS, max_position=LONGEST + 1024
     )
     args = ("--kv-cache-dtype", kv, "--max-total-tokens", "40000", "--chunked-prefill-size", "4096")
-    args += ("--sampling-backend", "pytorch", "--disable-cuda-graph", "--enable-metrics")
+    args += ("--disable-cuda-graph", "--enable-metrics")
     return ServerSpec(f"capture-{name}", model, args, capture.environment(CAPTURED / name))
 
 

@@ -7,7 +7,7 @@ from tests.server.conftest import server, slot  # noqa: F401
 from tests.server.harness import ModelSpec, ServerSpec
 
 LONGEST = 20_000
-ARGS = ("--enable-metrics", "--max-total-tokens", "400000", "--sampling-backend", "pytorch")
+ARGS = ("--enable-metrics", "--max-total-tokens", "400000")
 
 
 def spec(name: str, arch: str, heads: int, kv: str, index_topk: int) -> ServerSpec:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.server.harness import ServerSlot
+from tests.server.harness import GPU, ServerSlot
 
 
 def pytest_collection_modifyitems(items):
@@ -29,6 +29,8 @@ def slot(tmp_path_factory):
 @pytest.fixture
 def server(request, slot):
     """The server of the test's spec: `@pytest.mark.parametrize("server", [SPEC], indirect=True)`."""
+    if GPU and request.param.devices() > torch.cuda.device_count():
+        pytest.skip(f"{request.param.name} wants {request.param.devices()} GPUs")
     running = slot.get(request.param)
     yield running
     assert running.alive(), f"{running.spec.name} died:\n{running.log()[-4000:]}"
