@@ -16,7 +16,8 @@ _BY_NAME = Where(sm=frozenset())
 NOT_MEASURED = "; not measured yet, taken by name only"
 
 # The kernels of other packages that the table takes unasked: those that were run on a GPU against fp64 and measured
-# faster than ours there (docs/benchmarks.md). All others are taken by name only. To move one, add or change its entry.
+# faster than ours there (docs/benchmarks.md). All others are taken by name only, or where a GPU's own measured choices
+# (tuned.py) name them. To move one, add or change its entry.
 MEASURED: dict[tuple[str, str], Where] = {
     ("sparse_mla", "flash_mla"): Where(sm=_HOPPER, heads=frozenset(range(49, 129)), min_rows=MANY_ROWS),
     ("dense_mha", "fa3"): Where(sm=_HOPPER),

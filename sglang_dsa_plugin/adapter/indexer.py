@@ -104,7 +104,7 @@ class DsaIndexer(torch.nn.Module):
             rope_scaling=rope_scaling,
             is_neox_style=is_neox_style,
         )
-        forced = state.kernel_flags().forced_index(self.wk.weight.device.type)
+        forced = state.kernel_flags().forced_index(self.weights_proj.weight.device.type)
         self._impl_decode = plan.implementation_for("index_select_paged", forced)
         self._impl_prefill = plan.implementation_for(plan.INDEX_PREFILL, forced)
         self.token = TokenIndexer(

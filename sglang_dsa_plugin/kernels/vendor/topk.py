@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch.nn.functional import pad
 
 from sglang_dsa_plugin.kernels.torch_impl.select import add_offsets
 from sglang_dsa_plugin.kernels.torch_impl.select import positions_to_slots as plain_slots
@@ -111,7 +112,8 @@ def _by_sgl_kernel(scores: torch.Tensor, k: int) -> torch.Tensor:
     from sgl_kernel import fast_topk_v2
 
     rows, width = scores.shape
-    # The window is in the scores already: the whole row is its to choose from.
+    # The window is in the scores already: the whole row is its to choose from. Rows begin on 16 bytes.
+    scores = pad(scores, (0, -width % 4), value=-math.inf)
     return fast_topk_v2(scores, torch.full((rows,), width, dtype=torch.int32, device=scores.device), k)
 
 

@@ -41,6 +41,12 @@ def resolved(tmp_path_factory):
         "llama on": (directory / "llama", "on"),
         "dsa on": (directory / "dsa", "on"),
         "dsa float32": (directory / "dsa", "on", "--dtype", "float32"),
+        "dsa kernels": (
+            directory / "dsa",
+            "on",
+            *("--dsa-prefill-backend", "flashmla_sparse", "--dsa-decode-backend", "fa3"),
+            *("--dsa-topk-backend", "torch", "--dsa-paged-mqa-logits-backend", "deepgemm"),
+        ),
         "dsa float32, bf16 rows": (directory / "dsa", "on", "--dtype", "float32", "--kv-cache-dtype", "bf16"),
     }
     with ThreadPoolExecutor(2) as pool:
@@ -67,6 +73,15 @@ def test_a_model_with_dsa_gets_the_plan(resolved):
     assert args["kv_cache_dtype"] == "'bfloat16'"
     assert args["dsa_prefill_backend"] == args["dsa_decode_backend"] == "'sglang_dsa_plugin'"
     assert args["warmups"] == "'sglang_dsa_plugin'"
+
+
+def test_kernel_flags_reach_the_workers_behind_our_name(resolved):
+    """SGLang publishes these; `KernelFlags.published` reads them back."""
+    args = resolved["dsa kernels"]["args"]
+    assert args["dsa_prefill_backend"] == "'sglang_dsa_plugin:flashmla_sparse'"
+    assert args["dsa_decode_backend"] == "'sglang_dsa_plugin:fa3'"
+    assert args["dsa_topk_backend"] == "'torch'" and args["dsa_paged_mqa_logits_backend"] == "'deepgemm'"
+    assert args["kv_cache_dtype"] == "'bfloat16'" and phases(resolved["dsa kernels"])["decode"].lower() != "disabled"
 
 
 def phases(resolved):

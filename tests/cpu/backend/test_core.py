@@ -108,6 +108,30 @@ def test_picks_of_another_step_are_refused():
         )
 
 
+def test_each_phase_runs_its_own_implementation(monkeypatch):
+    """A flag may name a kernel for one phase only."""
+    ran = []
+
+    def attend(q, *_args, impl=None, **_kwargs):
+        ran.append(impl)
+        return q[..., :512], None
+
+    monkeypatch.setattr(core.sparse_mla, "sparse_mla", attend)
+    attention = core.AttentionCore(LATENT_LAYOUTS["fp32_2304"], impl_sparse="one", impl_prefill="other")
+    step, _ = make_batch([0], [3], "sparse")
+    arguments = (
+        torch.zeros(3, 1, 512),
+        torch.zeros(3, 1, 64),
+        torch.zeros(64, 576),
+        torch.zeros(3, 8).int(),
+        step,
+        1.0,
+    )
+    attention.sparse(*arguments)
+    attention.sparse(*arguments, prefill=True)
+    assert ran == ["one", "other"]
+
+
 @pytest.mark.parametrize(("prefix", "extend"), [([0, 0], [2, 3]), ([4, 0, 7], [1, 2, 3]), ([5], [2]), ([0, 3], [4, 0])])
 def test_prefix_and_new_keys_in_request_order(prefix, extend):
     step, _ = make_batch(prefix, extend, "dense")
