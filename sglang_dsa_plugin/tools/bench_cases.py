@@ -47,7 +47,8 @@ class Case:
     panel, line, tokens: cases that differ in tokens only are one line of a plot.  set_bytes: what one call touches, by
     which the number of input sets is chosen.  ours: inputs and the name of an implementation (None: the support
     table's) -> a result.  reference: inputs on a CPU -> the same in fp64.  allowed: how many times the rival's time
-    ours may take.  quick: part of --quick.
+    ours may take.  quick: part of --quick.  kind: how the two results are compared (bench_agreement); "" where they
+    differ by design.
     """
 
     panel: str
@@ -61,6 +62,7 @@ class Case:
     reference: Callable[[Inputs], Any]
     allowed: float = SLOWER
     quick: bool = False
+    kind: str = ""
 
     @property
     def name(self) -> str:
@@ -124,6 +126,7 @@ def decode(sizes: Sizes, layout: str, heads: int, batch: int, portable: bool = F
         _attention_reference,
         1 / 0.8 if portable else SLOWER,
         quick,
+        "attention",
     )
 
 
@@ -144,6 +147,7 @@ def prefill(sizes: Sizes, layout: str, heads: int, portable: bool = False, quick
         _attention_reference,
         1 / 0.5 if portable else SLOWER,
         quick,
+        "attention",
     )
 
 
@@ -210,4 +214,5 @@ def dense(sizes: Sizes, heads: int, quick: bool = False) -> Case:
         rivals.DENSE,
         lambda i: dense_mha.reference(i.q, i.k, i.v, i.cu, i.cu, i.scale),
         quick=quick,
+        kind="attention",
     )

@@ -45,6 +45,7 @@ def paged_scores(sizes: Sizes, tokens: int, batch: int, quick: bool = False) -> 
         rivals.PAGED_SCORES,
         lambda i: index_scores.reference_paged(i.q, i.pages, i.gate, i.lengths, i.table, i.owner, tokens),
         quick=quick,
+        kind="scores",
     )
 
 
@@ -58,7 +59,8 @@ def _ragged_inputs(maker: Maker, rows: int, tokens: int, sizes: Sizes) -> Inputs
         start=torch.zeros_like(end),
         end=end,
         lengths=end,
-        table=maker.page_table(1, tokens),
+        # Pages in order, so that the built-in's slots are our positions.
+        table=torch.arange(-(-tokens // PAGE_SIZE), dtype=torch.int32, device=maker.device).unsqueeze(0),
         scores=None,
         k_picks=sizes.k,
     )
@@ -79,6 +81,7 @@ def ragged_scores(sizes: Sizes, tokens: int, quick: bool = False) -> Case:
         rivals.RAGGED_SCORES,
         lambda i: index_scores.reference_ragged(i.q, i.k, i.k_scale, i.gate, i.start, i.end, tokens),
         quick=quick,
+        kind="scores",
     )
 
 
@@ -97,6 +100,7 @@ def ragged_select(sizes: Sizes, tokens: int, quick: bool = False) -> Case:
         rivals.RAGGED_SELECT,
         lambda i: index_select.reference_ragged(i.q, i.k, i.k_scale, i.gate, i.start, i.end, sizes.k),
         quick=quick,
+        kind="picks",
     )
 
 
@@ -120,6 +124,7 @@ def short_rows(sizes: Sizes, batch: int, quick: bool = False) -> Case:
         rivals.PAGED_SELECT,
         lambda i: index_select.reference_paged(i.q, i.pages, i.gate, i.lengths, i.table, i.owner, sizes.k, slots=True),
         quick=quick,
+        kind="picks",
     )
 
 
@@ -147,6 +152,7 @@ def _selection(sizes: Sizes, rows: int, tokens: int, panel: str, line: str, one_
         rivals.TOPK_PREFILL if one_request else rivals.TOPK_DECODE,
         lambda i: select.reference_slots(select.reference(i.scores, i.lengths, sizes.k), i.table, i.owner),
         quick=quick,
+        kind="picks",
     )
 
 
@@ -174,6 +180,7 @@ def ragged_selection(sizes: Sizes, tokens: int, quick: bool = False) -> Case:
         rivals.TOPK_RAGGED,
         lambda i: select.reference(i.scores, i.lengths, sizes.k),
         quick=quick,
+        kind="picks",
     )
 
 

@@ -38,9 +38,12 @@ def bench_kernels(
     rounds: Annotated[int, typer.Option(min=5, help="rounds in which all contestants take their turn")] = 7,
     json_out: Annotated[Path | None, typer.Option("--json", help="also write all samples to this file")] = None,
     plot: Annotated[Path | None, typer.Option(help="also draw time against S as a PNG")] = None,
+    seen: Annotated[
+        Path | None, typer.Option("--from", help="measure nothing: show, and draw, what --json wrote in an earlier run")
+    ] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="name the cases and measure nothing")] = False,
 ) -> None:
-    """Time kernels against the built-in's; exit status 1 when one is slower in every round, or a case failed."""
+    """Time kernels against the built-in's; exit status 1 when one is slower in every round, fails or disagrees."""
     from sglang_dsa_plugin.tools import bench_plot, bench_report
     from sglang_dsa_plugin.tools.bench_cases import Sizes, cases
 
@@ -55,10 +58,15 @@ def bench_kernels(
         for case in chosen:
             print(case.name)
         return
-    device = device_facts()
     if plot is not None and not bench_plot.available():
         raise typer.BadParameter(bench_plot.NEEDED)
-    results: list[Result] = []
+    if seen is not None:
+        results, device, ended = bench_report.read(seen)
+        names = {case.name for case in chosen}
+        _finish([result for result in results if result.name in names], device, ended, plot)
+        return
+    device = device_facts()
+    results = []
     ended, status, began = "complete", 0, time.monotonic()
     try:
         with stopping():
@@ -74,10 +82,17 @@ def bench_kernels(
         ended, status = f"cut short: {lost}", 1
     if json_out is not None:
         bench_report.write(json_out, bench_report.record(results, device, rounds, ended))
+    _finish(results, device, ended, plot, status)
+
+
+def _finish(results: list[Result], device: dict[str, Any], ended: str, plot: Path | None, status: int = 0) -> None:
+    """Table, picture and exit status."""
+    from sglang_dsa_plugin.tools import bench_plot, bench_report
+
     bench_report.show(results, device, ended)
     if plot is not None and not bench_plot.draw(results, plot, f"{device['name']}, bf16 queries"):
         print("--plot: no case was measured at two lengths, nothing is drawn", file=sys.stderr)
-    if status or any(result.slower or result.failed for result in results):
+    if status or any(result.slower or result.failed or result.disagrees for result in results):
         raise typer.Exit(status or 1)
 
 

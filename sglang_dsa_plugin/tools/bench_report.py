@@ -6,6 +6,7 @@ import json
 import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -42,6 +43,8 @@ def cells(result: Result) -> list[str]:
         ratio = result.missing or "-"
     else:
         ratio = f"{gain.median:.2f} [{gain.least:.2f}, {gain.most:.2f}]{'  SLOWER' if result.slower else ''}"
+        if result.disagrees:
+            ratio += f"  OTHER RESULT ({result.difference:.2g})"
     # A floor that rounds to nothing says nothing, nor does a share of it.
     floor = result.floor is not None and result.floor[0] >= 0.05
     return [
@@ -115,6 +118,14 @@ def write(path: Path, whole: dict[str, Any]) -> None:
     beside.replace(path)
 
 
+def read(path: Path) -> tuple[list[Result], dict[str, Any], str]:
+    """Results, device and end of a run whose record was written to this file."""
+    whole = json.loads(path.read_text())
+    names = [one.name for one in fields(Result)]
+    results = [Result(**{name: case[name] for name in names}) for case in whole["cases"]]
+    return results, whole["device"], whole["ended"]
+
+
 def show(results: Sequence[Result], device: dict[str, Any], ended: str) -> None:
     """The table; then what is missing, needs much memory, failed or is slower."""
     from rich.console import Console
@@ -137,6 +148,7 @@ def show(results: Sequence[Result], device: dict[str, Any], ended: str) -> None:
             console.print(f"memory beyond the inputs, {result.name}: {memory}", soft_wrap=True)
     for title, lines in (
         ("failed", [r.name for r in results if r.failed is not None]),
+        ("the two sides gave other results", [f"{r.name}: {r.difference:.2g}" for r in results if r.disagrees]),
         ("slower than allowed in every round", slower(results)),
     ):
         for text in lines:

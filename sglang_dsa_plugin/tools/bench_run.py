@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglang_dsa_plugin import support
-from sglang_dsa_plugin.tools import bench_floors, bench_timing
+from sglang_dsa_plugin.tools import bench_agreement, bench_floors, bench_timing
 from sglang_dsa_plugin.tools.bench_cases import Case
 from sglang_dsa_plugin.tools.bench_floors import Gpu
 from sglang_dsa_plugin.tools.bench_inputs import Maker
@@ -25,7 +25,8 @@ class Result:
 
     samples: microseconds a call, one a round, for "ours", "rival" and "empty" (a kernel that adds one number, in a
     graph of as many calls).  floor: microseconds and what sets it.  peak_bytes: memory beyond the inputs, of one call
-    outside a graph.  by: operator -> implementation that ours took.  missing: why there is no rival.  failed: why there
+    outside a graph.  by: operator -> implementation that ours took.  difference: of the two
+    results, see bench_agreement; None where they are not compared.  missing: why there is no rival.  failed: why there
     are no figures at all.
     """
 
@@ -41,6 +42,8 @@ class Result:
     floor: tuple[float, str] | None = None
     peak_bytes: dict[str, int] = field(default_factory=dict)
     by: dict[str, str] = field(default_factory=dict)
+    difference: float | None = None
+    disagrees: bool = False
     missing: str | None = None
     failed: str | None = None
 
@@ -114,6 +117,9 @@ def _measure(case: Case, result: Result, clock: Clock, device: torch.device, rou
     recorded = {"ours": clock.record(calls)}
     try:
         theirs = [case.rival.prepare(inputs) for inputs in sets]
+        if case.kind:
+            result.difference = bench_agreement.difference(case.kind, calls[0](), theirs[0]())
+            result.disagrees = result.difference > bench_agreement.LIMITS[case.kind]
         result.peak_bytes["rival"] = clock.peak_bytes(theirs[0])
         recorded["rival"] = clock.record(theirs)
     except Exception as error:

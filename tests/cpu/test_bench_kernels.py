@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from sglang_dsa_plugin.cli import app
 from sglang_dsa_plugin.tools import (
+    bench_agreement,
     bench_cases,
     bench_floors,
     bench_kernels,
@@ -201,6 +202,24 @@ def test_a_real_case_is_measured_and_says_what_ours_took():
     assert operators <= set(result.by) and set(result.by.values()) == {"torch"}
 
 
+def test_two_sides_that_did_other_work_are_told():
+    picks = torch.tensor([[5, 1, 9, -1], [2, 0, 7, 4]])
+    assert bench_agreement.difference("picks", picks, picks.flip(1)) == 0
+    assert bench_agreement.difference("picks", picks, picks + (picks == 9).int()) == pytest.approx(1 / 7)
+    scores = torch.tensor([[1.0, -torch.inf], [4.0, 2.0]])
+    assert bench_agreement.difference("scores", scores, torch.tensor([[1.0, 9.0], [4.0, 1.0]])) == 0.25
+    out = torch.tensor([[1.0, -2.0]])
+    assert bench_agreement.difference("attention", (out, None), torch.tensor([[1.0], [-1.0]])) == 0.5
+    assert bench_agreement.difference("attention", (out, None), out * torch.nan) == float("inf")
+    rival = Anywhere("theirs", lambda inputs: lambda: out * 1.5)
+    result = measured(FakeClock(2e-6, 3e-6, 1e-6), case(rival=rival, ours=lambda *_: (out, None), kind="attention"))
+    assert result.disagrees and "OTHER RESULT (0.5)" in bench_report.line(result)
+    result = measured(
+        FakeClock(2e-6, 3e-6, 1e-6), case(rival=rival, ours=lambda *_: (out * 1.5, None), kind="attention")
+    )
+    assert not result.disagrees and result.difference == 0
+
+
 def test_an_unknown_gpu_has_no_share():
     result = bench_run.measure(case(rival=HERE), FakeClock(2e-6, 3e-6, 1e-6), CPU, 5, l2_bytes=1)
     assert result.share is None and bench_report.cells(result)[8:10] == ["-", "-"]
@@ -261,6 +280,11 @@ def test_the_command_writes_table_and_json(monkeypatch, tmp_path):
     )
     assert only["peak_bytes"] == {"ours": 300 << 20, "rival": 300 << 20}
     assert "1.50 [1.50, 1.50]" in result.stdout and "memory beyond the inputs" in result.stdout
+    (again,), device, ended = bench_report.read(out)
+    assert bench_report.cells(again) == bench_report.cells(good) and device["l2_bytes"] == 1 and ended == "complete"
+    # A name that no case has any more is left out.
+    result = CliRunner().invoke(app, ["bench", "kernels", "--from", str(out)])
+    assert result.exit_code == 0 and "0 cases" in result.stdout
 
 
 def test_a_slower_case_or_a_failed_one_makes_the_exit_status(monkeypatch):
