@@ -1,9 +1,10 @@
-"""Bytes planned equal bytes allocated, in every row layout and index-key dtype.
+"""Bytes planned equal bytes allocated, in every row layout and index-key dtype, and leave room for index scores.
 
-Why: SGLang derives the row width from its own kernels' names and always counts 132 bytes an index key.
-Upstream: mem_cache/kv_cache_configurator.py calculate_mla_kv_cache_dim; model_executor/pool_configurator.py
-DefaultPoolConfigurator._compute_dsa_indexer_cell_size.
-Can go: when the pool class is asked for its bytes per token.
+Why: SGLang derives the row width from its own kernels' names and always counts 132 bytes an index key. What it leaves
+free beside the KV pool is a guess from the chunk size; the scores' budget is a number, and a promise.
+Upstream: mem_cache/kv_cache_configurator.py calculate_mla_kv_cache_dim, KVCacheConfigurator._profile_available_bytes;
+model_executor/pool_configurator.py DefaultPoolConfigurator._compute_dsa_indexer_cell_size.
+Can go: when the pool class is asked for its bytes per token, and the backend for its working memory.
 """
 
 from __future__ import annotations
@@ -14,20 +15,25 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_dsa_plugin import plan
+from sglang_dsa_plugin import plan, settings
 from sglang_dsa_plugin.adapter import state
 from sglang_dsa_plugin.cache.layouts import FP8, index_token_bytes
 from sglang_dsa_plugin.config import is_dsa_config
 
 
 def register() -> str:
-    """Queue both hooks."""
+    """Queue the hooks."""
     HookRegistry.register(
         "sglang.srt.mem_cache.kv_cache_configurator.calculate_mla_kv_cache_dim", row_width, HookType.AROUND
     )
     HookRegistry.register(
         "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_dsa_indexer_cell_size",
         indexer_bytes,
+        HookType.AROUND,
+    )
+    HookRegistry.register(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
+        without_scores,
         HookType.AROUND,
     )
     return "applied"
@@ -51,3 +57,20 @@ def indexer_bytes(original: Callable[..., int], configurator: Any, *, kvc: Any, 
             "run `sglang-dsa doctor`"
         )
     return layers * index_token_bytes(plan.index_key_dtype(kvc.model_config.dtype))
+
+
+def without_scores(original: Callable[..., int], configurator: Any, pre_model_load_memory: float) -> int:
+    """Bytes for the KV pool of a DSA model on a GPU: what SGLang found, less the budget of index scores.
+
+    Raises ValueError where that leaves nothing.
+    """
+    available = original(configurator, pre_model_load_memory)
+    if configurator.device != "cuda" or not is_dsa_config(configurator.model_config.hf_config):
+        return available
+    budget = settings.scores_budget_bytes()
+    if available <= budget:
+        raise ValueError(
+            f"{available >> 20} MiB are left for the KV cache, and SGLANG_DSA_PLUGIN_SCORES_MB={budget >> 20} takes "
+            "all of them; lower it, or raise --mem-fraction-static"
+        )
+    return available - budget
