@@ -113,13 +113,14 @@ def _figures(
     """Fill in the medians of the contestants on the case's inputs, interleaved with each other."""
     try:
         inputs = [case.make(Maker(device, seed)) for seed in range(sets)]
+        passes = bench_timing.passes_for(sets, case.set_bytes)
         recorded: dict[str, Any] = {}
         for name, run in contestants.items():
             try:
-                recorded[name] = clock.record([_bound(run, one) for one in inputs])
+                recorded[name] = clock.record([_bound(run, one) for one in inputs] * passes)
             except Exception as error:
                 point.failed[name] = bench_run.in_words(error)
-        for name, samples in bench_timing.interleave(clock, recorded, sets, rounds).items():
+        for name, samples in bench_timing.interleave(clock, recorded, sets * passes, rounds).items():
             point.us[name] = round(bench_timing.Spread.of(samples).median, 2)
     except Exception as error:
         point.failed |= {name: bench_run.in_words(error) for name in contestants if name not in point.us}

@@ -23,11 +23,11 @@ from sglang_dsa_plugin.tools.bench_timing import Call, Clock, Spread
 class Result:
     """What a case gave.
 
-    samples: microseconds a call, one a round, for "ours", "rival" and "empty" (a kernel that adds one number, in a
-    graph of as many calls).  floor: microseconds and what sets it.  peak_bytes: memory beyond the inputs, of one call
-    outside a graph.  by: operator -> implementation that ours took.  difference: of the two
-    results, see bench_agreement; None where they are not compared.  missing: why there is no rival.  failed: why there
-    are no figures at all.
+    calls: in one graph, over the sets as often as it takes.  samples: microseconds a call, one a round, for "ours",
+    "rival" and "empty" (a kernel that adds one number, in a graph of as many calls).  floor: microseconds and what sets
+    it.  peak_bytes: memory beyond the inputs, of one call outside a graph.  by: operator -> implementation that ours
+    took.  difference: of the two results, see bench_agreement; None where they are not compared.  missing: why there is
+    no rival.  failed: why there are no figures at all.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Result:
     rival: str
     allowed: float
     sets: int = 0
+    calls: int = 0
     set_bytes: int = 0
     samples: dict[str, list[float]] = field(default_factory=dict)
     floor: tuple[float, str] | None = None
@@ -114,18 +115,20 @@ def _measure(case: Case, result: Result, clock: Clock, device: torch.device, rou
     with noting(result.by):
         calls[0]()
     result.peak_bytes["ours"] = clock.peak_bytes(calls[0])
-    recorded = {"ours": clock.record(calls)}
+    passes = bench_timing.passes_for(len(sets), case.set_bytes)
+    recorded = {"ours": clock.record(calls * passes)}
     try:
         theirs = [case.rival.prepare(inputs) for inputs in sets]
         if case.kind:
             result.difference = bench_agreement.difference(case.kind, calls[0](), theirs[0]())
             result.disagrees = result.difference > bench_agreement.LIMITS[case.kind]
         result.peak_bytes["rival"] = clock.peak_bytes(theirs[0])
-        recorded["rival"] = clock.record(theirs)
+        recorded["rival"] = clock.record(theirs * passes)
     except Exception as error:
         result.missing = str(error) if isinstance(error, Unavailable) else in_words(error)
-    recorded["empty"] = clock.record(empty_calls(device, len(calls)))
-    result.samples = bench_timing.interleave(clock, recorded, len(calls), rounds)
+    result.calls = len(calls) * passes
+    recorded["empty"] = clock.record(empty_calls(device, result.calls))
+    result.samples = bench_timing.interleave(clock, recorded, result.calls, rounds)
 
 
 @contextlib.contextmanager

@@ -20,8 +20,8 @@ import torch
 Call = Callable[[], Any]
 
 LEAST_SETS = 20
-# Sets of more than this would cost more to make than they bring: the L2 is passed long before.
-MOST_SETS = 256
+# Sets so small that more were needed would cost more to make than they bring.
+MOST_SETS = 1024
 # Where one set alone is larger than the L2, its neighbours have pushed it out before it comes again.
 SETS_PAST_L2 = 3
 LEAST_ROUNDS = 5
@@ -88,6 +88,13 @@ def sets_for(set_bytes: int, l2_bytes: int) -> int:
     if set_bytes > l2_bytes:
         return SETS_PAST_L2
     return max(LEAST_SETS, min(MOST_SETS, -(-3 * l2_bytes // (2 * max(1, set_bytes)))))
+
+
+def passes_for(sets: int, set_bytes: int) -> int:
+    """How often a graph goes through its sets: until it has 20 calls, so that starting it does not count, or has moved
+    a gigabyte, beside which that is nothing. A set that comes again has been pushed out of the L2 by the others.
+    """
+    return max(1, min(-(-LEAST_SETS // sets), (1 << 30) // max(1, set_bytes)))
 
 
 @dataclass(frozen=True)

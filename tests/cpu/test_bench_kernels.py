@@ -140,7 +140,12 @@ def test_input_sets_are_together_larger_than_the_l2():
     assert bench_timing.sets_for(l2 + 1, l2) == bench_timing.SETS_PAST_L2
     for size in (1 << 18, 1 << 20, 10 << 20, l2):
         sets = bench_timing.sets_for(size, l2)
-        assert sets >= 20 and (sets * size > l2 or sets == bench_timing.MOST_SETS)
+        assert sets >= 20 and sets * size > l2 and bench_timing.passes_for(sets, size) == 1
+    assert bench_timing.sets_for(0, l2) == bench_timing.MOST_SETS
+    for one in bench_cases.cases(bench_cases.Sizes()):
+        sets = bench_timing.sets_for(one.set_bytes, 60 << 20)
+        assert sets * one.set_bytes > 60 << 20, one.name
+        assert sets * bench_timing.passes_for(sets, one.set_bytes) >= min(20, sets * ((1 << 30) // one.set_bytes))
 
 
 def test_contestants_take_turns_in_alternating_order():
