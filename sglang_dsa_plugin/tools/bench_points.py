@@ -93,7 +93,7 @@ def implementations(point: Point, device: torch.device) -> list[str]:
             "rows": point.rows,
         }
         try:
-            support.choose(OPERATOR, device=device, impl=row.name, **features)  # type: ignore[arg-type]
+            support.choose(OPERATOR, device=device, impl=row.name, **features)
         except ValueError:
             continue
         if row.name != "torch":

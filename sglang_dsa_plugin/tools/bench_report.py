@@ -14,6 +14,7 @@ from typing import Any
 
 from sglang_dsa_plugin import __version__
 from sglang_dsa_plugin.tools.bench_run import Result
+from sglang_dsa_plugin.tools.bench_timing import Spread
 
 PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "sgl-deep-gemm", "sgl-flash-mla")
 COLUMNS = (
@@ -37,7 +38,7 @@ def cells(result: Result) -> list[str]:
     """One row of the table; times in microseconds a call, net of an empty kernel where the column says so."""
     if result.failed is not None:
         return [result.name, "-", str(result.sets), *["-"] * 7, f"failed: {result.failed}"]
-    ours, rival, empty = (result.spread(name) for name in ("ours", "rival", "empty"))
+    ours, rival, empty = (_median(result.spread(name)) for name in ("ours", "rival", "empty"))
     gain = result.gain
     if gain is None:
         ratio = result.missing or "-"
@@ -51,15 +52,23 @@ def cells(result: Result) -> list[str]:
         result.name,
         ", ".join(dict.fromkeys(result.by.values())),
         f"{result.sets}{'' if result.sets >= 20 else ' > L2'}",
-        _us(empty and empty.median),
-        _us(ours and ours.median),
-        _us(rival and rival.median),
-        _us(ours and empty and ours.median - empty.median),
-        _us(rival and empty and rival.median - empty.median),
+        _us(empty),
+        _us(ours),
+        _us(rival),
+        _us(_net(ours, empty)),
+        _us(_net(rival, empty)),
         f"{_us(result.floor[0])} {result.floor[1]}" if floor and result.floor else "-",
         f"{result.share:.0%}" if floor and result.share is not None else "-",
         ratio,
     ]
+
+
+def _median(spread: Spread | None) -> float | None:
+    return None if spread is None else spread.median
+
+
+def _net(value: float | None, empty: float | None) -> float | None:
+    return None if value is None or empty is None else value - empty
 
 
 def _us(value: float | None) -> str:

@@ -126,7 +126,7 @@ def interleave(
             together[name] = max(1, min(1000, round(MEASURE_S / max(once, 1e-9))))
     samples: dict[str, list[float]] = {name: [] for name in recorded}
     for number in range(rounds):
-        for name in list(recorded) if number % 2 == 0 else list(reversed(recorded)):
+        for name in list(recorded)[:: 1 if number % 2 == 0 else -1]:
             seconds = clock.seconds(recorded[name], together[name])
             samples[name].append(1e6 * seconds / together[name] / calls)
     return samples
