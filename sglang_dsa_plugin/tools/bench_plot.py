@@ -53,7 +53,7 @@ def draw(results: Sequence[Result], path: Path, title: str) -> bool:
                     axes.plot(*zip(*known), style, marker="o", color=f"C{number}", label=label)
         axes.set(title=panel, xlabel="S", ylabel="microseconds a call", xscale="log", yscale="log")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, handlelength=4)
     for axes in list(grid.flat)[len(shown) :]:
         axes.set_visible(False)
     figure.suptitle(title)
