@@ -29,13 +29,19 @@ from sglang_dsa_plugin.config import DsaConfig, is_dsa_config
 
 logger = logging.getLogger(__name__)
 NAME = "sglang_dsa_plugin"
-# New tokens after a cached prefix: kernels choose their tiles by them. Multiples of 16 and not, since SGLang's own
-# kernels may be compiled for each.
-NEW_TOKENS = (1, 2, 5, 16, 33, 64, 100, 150, 256, 500, 1024)
+# Kernels choose their tiles by the rows of a step and by the longest context in it. New tokens after a cached prefix,
+# multiples of 16 and not, since SGLang's own kernels may be compiled for each; and the parts of the long prompt that
+# are cached, with which of the new tokens.
+NEW_TOKENS = (1, 2, 4, 5, 9, 16, 33, 64, 100, 150, 256, 500, 1024)
+# Requests at once with two new tokens each; one more than a power of two holds, since the first may run alone.
+TOGETHER = (4, 7, 13)
+PREFIXES = ((1, NEW_TOKENS), (2, (1, 16, 33, 64, 150)), (4, (1, 33, 64, 256, 500)))
 # Left free below the longest prompt that SGLang takes: the tokens of the answer, and its own reserve.
 _ROOM = 16
-# More tokens than this say nothing that fewer do not.
-_LONGEST = 16384
+# A selection of so many scores is split over the GPU in another way than one of a few thousand.
+_LONG = 17 * 1024
+# More tokens than this take time and say little.
+_LONGEST = 36 * 1024
 
 
 def register() -> str:
@@ -112,11 +118,10 @@ def prompts(topk: int, chunk: int, limit: int, vocab: int) -> list[list[list[int
     """Batches of prompts (token ids below `vocab`), none longer than `limit` tokens; empty when none can exceed topk.
 
     chunk: tokens of one prefill step, -1 for any number. First one that fits dense, then a long one, a chunk and a rest
-    past topk tokens; then its first part again, with NEW_TOKENS new ones each, which the cache makes steps of so many
-    rows; last several requests in one step.
+    past topk tokens at least; then the first part of it again, with few or many new ones, which the cache makes steps
+    of so many rows; last several requests in one step.
     """
-    whole = max(chunk, 0) + topk + PAGE_SIZE
-    longest = min(limit, max(whole, 2 * topk), _LONGEST)
+    longest = min(limit, max(max(chunk, 0) + topk + PAGE_SIZE, 2 * topk, _LONG), _LONGEST)
     if longest <= topk:
         return []
     draw = random.Random(0)
@@ -126,13 +131,15 @@ def prompts(topk: int, chunk: int, limit: int, vocab: int) -> list[list[list[int
 
     text = tokens(longest)
     batches = [[tokens(max(1, topk // 2))], [text]]
-    for new in NEW_TOKENS:
-        # Whole pages are what the cache keeps.
-        kept = (longest - new) // PAGE_SIZE * PAGE_SIZE
-        if kept + new > topk and kept > 0:
-            batches.append([text[:kept] + tokens(new)])
-    kept = (longest - NEW_TOKENS[5]) // PAGE_SIZE * PAGE_SIZE
-    if kept > 0:
+    for part, news in PREFIXES:
+        for new in news:
+            # Whole pages are what the cache keeps.
+            kept = (longest // part - new) // PAGE_SIZE * PAGE_SIZE
+            if kept > 0 and kept + new > topk:
+                batches.append([text[:kept] + tokens(new)])
+    kept = (longest - max(NEW_TOKENS[:6])) // PAGE_SIZE * PAGE_SIZE
+    if kept + 2 > topk and kept > 0:
+        batches += [[text[:kept] + tokens(2) for _ in range(count)] for count in TOGETHER]
         batches.append([text[:kept] + tokens(new) for new in NEW_TOKENS[:6]])
     return batches
 

@@ -123,7 +123,8 @@ def score_paged(
         lengths,
         page_table,
         scores,
-        gate if tickets is None else tickets,
+        # Where nobody wants them they are still written: a kernel that did not would be one more to compile.
+        torch.empty(rows, dtype=torch.int32, device=q.device) if tickets is None else tickets,
         k.stride(0),
         page_table.stride(0),
         scores.stride(0),
@@ -136,7 +137,6 @@ def score_paged(
         BN=tiles.keys,
         ROWS=index_tables.power_of_two(rows),
         KIND=kind,
-        TICKETS=tickets is not None,
         STAGES=tiles.stages,
         num_warps=tiles.warps,
     )

@@ -178,17 +178,15 @@ def keys_kernel(
     BN: tl.constexpr,
     ROWS: tl.constexpr,
     KIND: tl.constexpr,
-    TICKETS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Rows in bundles of G; the tiles of all bundles, in a line, are shared out evenly. rows <= ROWS, a power of two.
 
     The rows of a bundle share one read of the keys when they are of one request; else each gets its own.
-    TICKETS: also set tickets int32 [rows] to 0 for the selection that follows.
+    tickets int32 [rows] become 0, for a selection that follows.
     """
     row = tl.arange(0, ROWS)
-    if TICKETS:
-        tl.store(tickets + row, row * 0, mask=(row < rows) & (tl.program_id(0) == 0))
+    tl.store(tickets + row, row * 0, mask=(row < rows) & (tl.program_id(0) == 0))
     bundle = row // G * G
     request, size = window_of(row, rows, requests, lengths, skip, True)
     size = tl.minimum(size, width)

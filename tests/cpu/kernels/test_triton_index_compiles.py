@@ -106,7 +106,7 @@ def test_scores_of_few_rows(name):
     for kind, heads, requests in ((quantised, 64, 64), (quantised, 32, 16), (plain, 64, 32)):
         tiles = index_tables.stream_tiles(gpu_of(name), kind, heads, 64, requests)
         constants = {"H": heads, "HP": heads, "G": tiles.bundle, "BN": tiles.keys, "ROWS": 64, "KIND": kind}
-        constants |= {"TICKETS": True, "STAGES": tiles.stages}
+        constants |= {"STAGES": tiles.stages}
         compiled(index_scores_kernels.keys_kernel, name, constants, tiles.warps, **score_types(kind))
 
 

@@ -131,16 +131,18 @@ def _attend(answer, q, kv_rows, slots, scale, layout, kv_scale=1.0, sink=None, l
 
 
 def _select(picks, q, pages, gate, lengths, page_table, row_to_request, topk, init_tokens=0, local_tokens=0, **more):
+    from sglang_dsa_plugin import support
     from sglang_dsa_plugin.ops import index_scores
 
     keep = _kept(q.shape[0], q.device)
     width = int(lengths.max())
     chosen = _chosen.get("index_select_paged")
+    by = chosen if any(row.name == chosen for row in support.rows("index_scores_paged")) else None
     if 4 * q.shape[0] * width <= MOST_SCORES:
-        scores = index_scores.paged(q, pages, gate, lengths, page_table, row_to_request, width, impl=chosen)[keep]
+        scores = index_scores.paged(q, pages, gate, lengths, page_table, row_to_request, width, impl=by)[keep]
     else:
         few = (q[keep], pages, gate[keep], lengths[keep], page_table, row_to_request[keep])
-        scores = index_scores.paged(*few, width, impl=chosen)
+        scores = index_scores.paged(*few, width, impl=by)
     # A page table of its own for each row, of as many pages as the longest row fills.
     table = page_table[row_to_request[keep].long()][:, : max(1, -(-int(lengths[keep].max()) // 64))]
     column = torch.arange(table.shape[1], device=q.device)

@@ -1,0 +1,132 @@
+"""The prompts of the warm-up, with decode's graphs, make every kernel compile that random prompts meet later.
+
+The launch code runs on tensors without memory, as on an H200, and instead of a kernel a recorder notes what Triton
+compiles by: the kernel, its constants, the kinds of its tensors, and which of its numbers are 1 or a multiple of 16.
+"""
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("sglang")
+
+from sglang_dsa_plugin.adapter.hooks import warmup
+from sglang_dsa_plugin.cache.layouts import FP8, INDEX_PAGE_BYTES, LATENT_LAYOUTS
+from sglang_dsa_plugin.kernels.triton import (
+    index_scores,
+    index_select,
+    index_tables,
+    select,
+    sparse_mla,
+    sparse_mla_hopper,
+    sparse_mla_hopper_fp8,
+)
+
+H200 = index_tables.Gpu("cuda", 90, 132, 227)
+KERNELS = [
+    (index_scores, "rows_kernel"),
+    (index_scores, "keys_kernel"),
+    (select, "_rows_kernel"),
+    (select, "_split_kernel"),
+    (select, "_slots_kernel"),
+    (sparse_mla, "gather_kernel"),
+    (sparse_mla, "merge_kernel"),
+    (sparse_mla_hopper, "gather_bf16"),
+    (sparse_mla_hopper_fp8, "gather_fp8"),
+]
+BUDGET, SLOTS = 512 << 20, 4096 * 64
+GRAPHS = [1, 2, 4, 8, *range(12, 257, 4)]
+
+
+class Recorder:
+    """Stands in for a kernel; `seen` collects what would be compiled."""
+
+    def __init__(self, kernel, seen):
+        self.kernel, self.seen = kernel, seen
+
+    def __getitem__(self, _grid):
+        return self.launch
+
+    def launch(self, *arguments, **named):
+        named = dict(zip(self.kernel.arg_names, arguments)) | named
+        self.seen.add((self.kernel.fn.__name__, *sorted((name, self.kind(name, v)) for name, v in named.items())))
+
+    def kind(self, name, value):
+        if isinstance(value, torch.Tensor):
+            return str(value.dtype)
+        parameter = next((p for p in self.kernel.params if p.name == name), None)
+        if parameter is None or parameter.is_constexpr:
+            return repr(value)
+        if parameter.do_not_specialize or not isinstance(value, int):
+            return type(value).__name__
+        return "1" if value == 1 else "16" if value % 16 == 0 else "int"
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The set that the recorders fill, with the tables of an H200."""
+    found = set()
+    for module, name in KERNELS:
+        monkeypatch.setattr(module, name, Recorder(getattr(module, name), found))
+    monkeypatch.setattr(index_tables, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(sparse_mla, "_device", lambda device: (90, 132, "cvt"))
+    return found
+
+
+def step(rows, requests, longest, topk, heads, layout, index_heads=64):
+    """One layer of a step of `rows` rows from `requests` requests, the longest of `longest` tokens."""
+
+    def empty(*shape, dtype=torch.int32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    pages = -(-longest // 64)
+    table, owner = empty(requests, pages), empty(rows)
+    q = empty(rows, index_heads, 128, dtype=FP8)
+    keys = empty(SLOTS // 64, INDEX_PAGE_BYTES, dtype=torch.uint8)
+    gate, lengths = empty(rows, index_heads, dtype=torch.float32), empty(rows)
+    picks = index_select.paged(q, keys, gate, lengths, table, owner, topk, 0, 0, BUDGET)
+    slots = select.positions_to_slots(picks, table, owner, 64)
+    spec = LATENT_LAYOUTS[layout]
+    queries, cache = empty(rows, heads, 576, dtype=torch.bfloat16), empty(SLOTS, spec.width, dtype=spec.dtype)
+    sparse_mla.sparse_mla(queries, cache, slots, 0.07, layout, lengths=lengths)
+
+
+def steps_of_the_warmup(topk, chunk, context):
+    """(rows, requests, longest) of the steps that the warm-up's prompts past topk become."""
+    _, (text,), *rest = warmup.prompts(topk, chunk, context - 16, 320)
+    for begin in range(0, len(text), chunk):
+        yield min(chunk, len(text) - begin), 1, min(begin + chunk, len(text))
+    for batch in rest:
+        shared = [
+            next((i for i, (a, b) in enumerate(zip(prompt, text)) if a != b), len(prompt)) // 64 * 64
+            for prompt in batch
+        ]
+        yield sum(map(len, batch)) - sum(shared), len(batch), max(map(len, batch))
+
+
+@pytest.mark.parametrize(
+    ("topk", "heads", "layout", "context", "longest"),
+    [
+        (256, 16, "bf16_1152", 7024, 6000),
+        (2048, 8, "fp8_656", 7024, 6000),
+        (2048, 16, "bf16_1152", 131072, 45_000),
+        (2048, 128, "bf16_1152", 131072, 45_000),
+        (2048, 64, "fp8_656", 131072, 45_000),
+    ],
+)
+def test_no_prompt_meets_a_kernel_that_is_not_there(seen, topk, heads, layout, context, longest):
+    chunk, rng = 8192, random.Random(0)
+    model = (topk, heads, layout)
+    for batch in GRAPHS:
+        step(batch, batch, context, *model)
+    only_graphs = len(seen)
+    for shape in steps_of_the_warmup(topk, chunk, context):
+        step(*shape, *model)
+    before = set(seen)
+    assert len(before) > only_graphs
+    for _ in range(1500):
+        requests = rng.choice([1, 1, 1, 2, 3, 4, 8])
+        rows = min(chunk, max(requests, round(2 ** rng.uniform(0, 13))))
+        step(rows, requests, round(topk * (longest / topk) ** rng.random()) + 1, *model)
+    assert not seen - before
