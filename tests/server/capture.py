@@ -177,9 +177,11 @@ def _judge_picks(call: dict[str, Any], report: Report) -> None:
     forced = (call["init_tokens"], call["local_tokens"])
     fp8 = call["pages"].dtype == torch.uint8
     scores, want, size = call["scores"], *_scores(call)
-    width = want.shape[1]
+    # One is as wide as the longest row of the call, the other as the pages of the kept rows; both hold every window.
+    width = min(scores.shape[1], want.shape[1])
+    scores, want, size = scores[:, :width], want[:, :width], size[:, :width]
     inside = torch.arange(width) < lengths.unsqueeze(1)
-    error = (scores[:, :width].double() - want).abs()
+    error = (scores.double() - want).abs()
     # Rows that keep everything are scored by no one in selection; the scores here are computed for all.
     share = torch.where(inside, error / size.clamp_min(1e-30), 0) / SCORE_BOUND[fp8]
     report.score_error = max(report.score_error, float(share.max()))
