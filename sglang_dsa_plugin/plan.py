@@ -7,7 +7,7 @@ doctor prints it, so no two of them can disagree about a layout.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -188,7 +188,7 @@ def operator_choices(
         attends = operator in ("sparse_mla", "dense_mha")
         scores = operator == "index_select_paged"
         try:
-            return support.choose(
+            choice = support.choose(
                 operator,
                 device=device,
                 impl=implementation_for(use, forced),
@@ -204,6 +204,7 @@ def operator_choices(
             if use not in forced:
                 raise
             raise Refusal(f"{forced[use].flag} cannot be served here: {error}; leave the flag out") from None
+        return replace(choice, reason=f"by {forced[use].flag}") if use in forced else choice
 
     many = support.MANY_ROWS
     apart = {forced[use].implementation if use in forced else None for use in ("index_select_paged", INDEX_PREFILL)}

@@ -186,6 +186,7 @@ def test_a_flag_comes_before_the_switch(monkeypatch):
     monkeypatch.setenv("SGLANG_DSA_PLUGIN_IMPL", "torch")
     found = serving(decode="fa3")
     assert found.implementations["sparse_mla"] == "fa3" and found.implementations["sparse_mla_prefill"] == "torch"
+    assert found.reasons["sparse_mla"] == "fa3 (by --dsa-decode-backend fa3)"
 
 
 def test_flags_survive_the_way_to_a_worker():
