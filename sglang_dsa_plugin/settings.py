@@ -37,7 +37,11 @@ class Setting:
         value = os.environ.get(self.env, "").strip() or self.default
         if self.kind == "choice" and value not in self.allowed:
             raise ValueError(f"{self.env}={value!r} is not allowed; use one of {', '.join(self.allowed)}")
-        if self.kind == "positive int" and not (value.isascii() and value.isdigit() and int(value) > 0):
+        if (
+            self.kind == "positive int"
+            and value != self.default
+            and not (value.isascii() and value.isdigit() and int(value) > 0)
+        ):
             raise ValueError(f"{self.env}={value!r} is not allowed; use {self.allowed[0]}")
         if self.kind == "name" and value and not value.replace("_", "a").isalnum():
             raise ValueError(f"{self.env}={value!r} is not allowed; use {self.allowed[0]}")
@@ -98,6 +102,14 @@ SETTINGS: dict[str, Setting] = {
             "(auto), wherever it is possible, or never",
         ),
         Setting(
+            "decode_threads",
+            "SGLANG_DSA_PLUGIN_DECODE_THREADS",
+            "positive int",
+            "auto",
+            ("auto or a positive whole number",),
+            "on a CPU, threads of a decode step; auto is one for a small model and few requests, else all of SGLang's",
+        ),
+        Setting(
             "warmup",
             "SGLANG_DSA_PLUGIN_WARMUP",
             "choice",
@@ -138,6 +150,12 @@ def latent_layout() -> str:
 def masked_prefill() -> str:
     """When sparse prefill runs on expanded keys and values: "auto", "on" or "off"."""
     return SETTINGS["masked_prefill"].text()
+
+
+def decode_threads() -> int | None:
+    """Threads of a decode step on a CPU; None is auto."""
+    text = SETTINGS["decode_threads"].text()
+    return None if text == "auto" else int(text)
 
 
 def prefill_warmup() -> str:

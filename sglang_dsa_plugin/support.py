@@ -26,6 +26,7 @@ from sglang_dsa_plugin.support_row import (
     INDEX_MAX_K,
     MANY_ROWS,
     ROW_STEPS,
+    SOME_ROWS,
     TRITON_SMS,
     Implementation,
     Request,
@@ -49,6 +50,7 @@ __all__ = [
 
 _TORCH = "sglang_dsa_plugin.kernels.torch_impl"
 _TRITON = "sglang_dsa_plugin.kernels.triton"
+_NUMBA = "sglang_dsa_plugin.kernels.numba"
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,18 @@ def _triton_row(operator: str, module: str, function: str, also: str = "", **fea
         sm=TRITON_SMS,
         capturable=True,
         note=f"Triton{also}; run on SM 9.0, compiled for 8.0, 8.6, 8.9, 10.0 and 12.0",
+        **features,
+    )
+
+
+def _numba_row(operator: str, module: str, function: str, **features: Any) -> Implementation:
+    return Implementation(
+        operator,
+        "numba",
+        f"{_NUMBA}.{module}:{function}",
+        devices=frozenset({"cpu"}),
+        package="numba",
+        note="compiled for the CPU it runs on, one thread",
         **features,
     )
 
@@ -132,9 +146,20 @@ _TRITON_ROWS = [
     ),
 ]
 
+_NUMBA_ROWS = [
+    _numba_row("index_keys_store", "index_keys", "store_keys"),
+    # One thread: with more rows or heads the products of torch, on all threads, win.
+    _numba_row(
+        "sparse_mla",
+        "sparse_mla",
+        "sparse_mla",
+        first=Where(heads=frozenset(range(1, 33)), below_rows=SOME_ROWS),
+    ),
+]
+
 
 # Kernels first: torch is what remains for other devices, dtypes and sizes.
-_ROWS: list[Implementation] = [*VENDOR_ROWS, *_TRITON_ROWS, *_TORCH_ROWS]
+_ROWS: list[Implementation] = [*VENDOR_ROWS, *_TRITON_ROWS, *_NUMBA_ROWS, *_TORCH_ROWS]
 
 
 def rows(operator: str | None = None) -> tuple[Implementation, ...]:

@@ -13,8 +13,10 @@ import torch
 
 # From here on a call is a prefill in the eyes of kernels that do not split one row over the GPU.
 MANY_ROWS = 256
+# Below it a call is a decode step of a few requests.
+SOME_ROWS = 16
 # Numbers of query rows that choices may depend on; those in between count as the one below.
-ROW_STEPS = (0, 16, MANY_ROWS)
+ROW_STEPS = (0, SOME_ROWS, MANY_ROWS)
 # What this package's Triton kernels take.
 TRITON_SMS = frozenset({80, 86, 87, 89, 90, 100, 103, 120, 121})
 HEADS = frozenset(range(1, 129))
@@ -42,22 +44,25 @@ class Request:
 @dataclass(frozen=True)
 class Where:
     """Where an implementation is taken unasked: compute capabilities and head counts (None: any), and query rows from
-    min_rows on, one of ROW_STEPS.
+    min_rows on and below below_rows (None: any number), both of ROW_STEPS.
     """
 
     sm: frozenset[int] | None = None
     heads: frozenset[int] | None = None
     min_rows: int = 0
+    below_rows: int | None = None
 
     def __post_init__(self) -> None:
-        if self.min_rows not in ROW_STEPS:
-            raise ValueError(f"min_rows must be one of {', '.join(map(str, ROW_STEPS))}, got {self.min_rows}")
+        for name, value in (("min_rows", self.min_rows), ("below_rows", self.below_rows)):
+            if value is not None and value not in ROW_STEPS:
+                raise ValueError(f"{name} must be one of {', '.join(map(str, ROW_STEPS))}, got {value}")
 
     def words(self) -> str:
         """The same for a table."""
         found = [f"SM {_sm_list(self.sm)}"] if self.sm else []
         found += [f"{_ranges(self.heads)} heads"] if self.heads else []
         found += [f"{self.min_rows} rows or more"] if self.min_rows else []
+        found += [f"fewer than {self.below_rows} rows"] if self.below_rows is not None else []
         return ", ".join(found) or "everywhere"
 
     def why_not(self, asked: Request) -> str | None:
@@ -68,6 +73,8 @@ class Where:
             return f"worth it for {_ranges(self.heads)} heads"
         if asked.rows is not None and asked.rows < self.min_rows:
             return f"worth it from {self.min_rows} rows on"
+        if asked.rows is not None and self.below_rows is not None and asked.rows >= self.below_rows:
+            return f"worth it below {self.below_rows} rows"
         return None
 
 
@@ -143,6 +150,8 @@ class Implementation:
 
     def sm_words(self) -> str:
         """Compute capabilities for a table."""
+        if self.devices == {"cpu"}:
+            return "CPU"
         return "any" if self.sm is None else _sm_list(self.sm)
 
     def limits(self) -> str:

@@ -18,6 +18,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel
 
 from sglang_dsa_plugin import plan, settings
 from sglang_dsa_plugin.adapter import report, state
+from sglang_dsa_plugin.adapter.cpu_threads import StepThreads
 from sglang_dsa_plugin.adapter.pool import DsaPool
 from sglang_dsa_plugin.backend import core, dense_fallback, metadata
 from sglang_dsa_plugin.backend.masked_prefill import MaskedPrefill
@@ -96,16 +97,18 @@ class DsaBackend(AttentionBackend):
         )
         self._why_not_dense = plan.why_not_dense(str(self.device), self.choices)
         self.paths = dense_fallback.PathCounter()
+        self.threads = StepThreads(model_runner.model) if torch.device(self.device).type == "cpu" else None
         first_rank = get_parallel().tp_rank == 0
         self._metrics = report.prefill_metrics(counting_rank=first_rank and get_parallel().pp_rank == 0)
         if first_rank and not model_runner.is_draft_worker:
             logger.info(report.serving_line(self, pool))
 
     def describe_prefill(self) -> str:
-        """How prefill runs, in words, for the start-up line."""
+        """How prefill runs, and on how many of a CPU's threads decode does, in words, for the start-up line."""
         if self._why_not_dense is not None:
             return f"prefill sparse at every length: {self._why_not_dense}"
-        return f"prefill dense up to the threshold, past it {self.masked.describe()}"
+        threads = "" if self.threads is None else f"; {self.threads.describe()}"
+        return f"prefill dense up to the threshold, past it {self.masked.describe()}{threads}"
 
     # Planning
 
@@ -118,6 +121,8 @@ class DsaBackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         mode = forward_batch.forward_mode
+        if self.threads is not None:
+            self.threads.set(forward_batch.batch_size if mode.is_decode() else None)
         if mode.is_idle():
             self.forward_metadata = None
         elif mode.is_decode():

@@ -96,7 +96,7 @@ def test_a_step_is_captured_and_judged(probe, tmp_path, layout, keys):
         and report.exact
         and report.chosen
         == {
-            "sparse_mla=torch",
+            "sparse_mla=numba",
             "dense_mha=torch",
             "paged=torch",
         }

@@ -13,6 +13,7 @@ READERS = {
     "latent_layout": settings.latent_layout,
     "masked_prefill": settings.masked_prefill,
     "warmup": settings.prefill_warmup,
+    "decode_threads": settings.decode_threads,
 }
 
 
@@ -36,6 +37,7 @@ def test_every_setting_has_a_reader():
         ("latent_layout", "auto"),
         ("masked_prefill", "auto"),
         ("warmup", "auto"),
+        ("decode_threads", None),
     ],
 )
 @pytest.mark.parametrize("text", [None, "", "  "])
@@ -60,6 +62,8 @@ def test_default_when_unset_or_empty(monkeypatch, name, value, text):
         ("latent_layout", "fp8_656", "fp8_656"),
         ("masked_prefill", "off", "off"),
         ("warmup", "on", "on"),
+        ("decode_threads", "auto", None),
+        ("decode_threads", "3", 3),
     ],
 )
 def test_value_is_read_at_the_call(monkeypatch, name, text, value):

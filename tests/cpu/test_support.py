@@ -24,7 +24,18 @@ def test_every_row_loads(row):
 def test_operators_all_run_on_a_cpu():
     for operator in {row.operator for row in support.rows()}:
         choice = support.choose(operator, device="cpu")
-        assert choice.name == "torch" and "cpu" in choice.reason
+        assert "cpu" in choice.implementation.devices and "cpu" in choice.reason
+        # What is compiled by numba may be absent; torch may not.
+        assert support.choose(operator, device="cpu", packages="none").name == "torch"
+
+
+def test_few_rows_of_few_heads_run_on_one_thread_of_a_cpu():
+    def chosen(**asked: int) -> str:
+        return support.choose("sparse_mla", device="cpu", **asked).name
+
+    assert chosen(rows=1, heads=16) == chosen(rows=15, heads=32) == "numba"
+    assert chosen(rows=16, heads=16) == chosen(rows=1, heads=64) == "torch"
+    assert "worth it below 16 rows" in support.choose("sparse_mla", device="cpu", rows=16, heads=16).reason
 
 
 def test_unknown_names_are_refused():

@@ -1,4 +1,6 @@
-"""ops.index_keys in torch against fp64 written from the formula."""
+"""ops.index_keys, in torch and as compiled for this CPU, against fp64 written from the formula."""
+
+import functools
 
 import pytest
 import torch
@@ -8,6 +10,12 @@ from sglang_dsa_plugin.ops import index_keys, key_pages
 from tests.cpu.ops import index_front_inputs as data
 
 DTYPES = (FP8, torch.bfloat16, torch.float32)
+
+
+@pytest.fixture(autouse=True, params=["torch", "numba"])
+def implementation(request, monkeypatch):
+    """Calls of a test that name no implementation take this one."""
+    monkeypatch.setattr(index_keys, "store", functools.partial(index_keys.store, impl=request.param))
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])

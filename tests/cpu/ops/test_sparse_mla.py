@@ -1,5 +1,8 @@
-"""ops.sparse_mla against its fp64 reference: layouts, shapes, invalid picks, sinks, and both ways of fetching rows."""
+"""ops.sparse_mla against its fp64 reference, in torch and as compiled for this CPU: layouts, shapes, invalid picks,
+sinks, and torch's two ways of fetching rows.
+"""
 
+import functools
 import math
 
 import pytest
@@ -39,6 +42,18 @@ def _check(q, cache, slots, layout, **more):
     exact = q.dtype == torch.float32
     assert_attention(got, sparse_mla.reference(q, cache, slots, SCALE, layout, **more), f32=exact)
     return got
+
+
+def pytest_generate_tests(metafunc):
+    metafunc.parametrize(
+        "implementation", ["torch"] if "fetched" in metafunc.fixturenames else ["torch", "numba"], indirect=True
+    )
+
+
+@pytest.fixture(autouse=True)
+def implementation(request, monkeypatch):
+    """Calls of a test that name no implementation take this one."""
+    monkeypatch.setattr(sparse_mla, "sparse_mla", functools.partial(sparse_mla.sparse_mla, impl=request.param))
 
 
 @pytest.fixture

@@ -1,0 +1,51 @@
+"""How many threads a step runs on, on a CPU.
+
+A decode step of a small model is some hundred operators of 5 to 400 us. With two threads every one of them ends at a
+barrier, and when another process holds the second core, the first waits there for the scheduler's next tick: 4 ms
+instead of 0.4 for one product of 2 MiB, measured on 2 cores with one busy process (docs/benchmarks.md). The server's
+own tokenizer and its client are such processes. So a step whose weights one core reads in milliseconds takes one thread
+and leaves the other cores to them; prefill and larger models take all.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_dsa_plugin import settings
+
+# One core reads some 10 GB/s: 13 ms.
+SMALL_WEIGHTS = 128 << 20
+# More rows make products that are worth sharing.
+SMALL_ROWS = 16
+
+
+class StepThreads:
+    """Sets torch's threads for each step; `every` is what SGLang gave this process."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.every = torch.get_num_threads()
+        self.weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        self.asked = settings.decode_threads()
+
+    def for_decode(self, rows: int) -> int:
+        """Threads of a decode step of `rows` requests."""
+        if self.asked is not None:
+            return min(self.asked, self.every)
+        return 1 if self.weights <= SMALL_WEIGHTS and rows <= SMALL_ROWS else self.every
+
+    def set(self, decode_rows: int | None) -> None:
+        """Before a step: decode_rows requests decode, or None for any other step."""
+        threads = self.every if decode_rows is None else self.for_decode(decode_rows)
+        if threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
+
+    def describe(self) -> str:
+        """In words, for the start-up line."""
+        if self.asked is not None:
+            return f"decode on {self.for_decode(1)} of {self.every} threads (SGLANG_DSA_PLUGIN_DECODE_THREADS)"
+        if self.for_decode(1) == self.every:
+            return f"every step on {self.every} threads"
+        return (
+            f"decode of up to {SMALL_ROWS} requests on 1 of {self.every} threads, since the weights are only "
+            f"{self.weights >> 20} MiB"
+        )
