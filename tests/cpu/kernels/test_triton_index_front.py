@@ -33,12 +33,15 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         )
         assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
 
-    @pytest.mark.parametrize("operator", ["index_keys_store", "index_queries", "latent_rows_store"])
-    def test_a_gpu_takes_them_before_torch_and_a_cpu_never(operator):
+    @pytest.mark.parametrize(
+        ("operator", "on_a_cpu"),
+        [("index_keys_store", "numba"), ("index_queries", "torch"), ("latent_rows_store", "torch")],
+    )
+    def test_a_gpu_takes_them_before_torch_and_a_cpu_never(operator, on_a_cpu):
         for sm in (80, 86, 89, 90, 100, 120):
             assert support.choose(operator, device="cuda", sm=sm).name == "triton"
         assert support.choose(operator, device="cuda", sm=75).name == "torch"
-        assert support.choose(operator, device="cpu").name == "torch"
+        assert support.choose(operator, device="cpu").name == on_a_cpu
 
 else:
     from sglang_dsa_plugin.kernels.triton import index_front as triton_front
