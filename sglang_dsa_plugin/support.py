@@ -143,6 +143,7 @@ _TRITON_ROWS = [
         also=", on SM 9.0 Gluon up to 32 heads",
         layouts=frozenset({"bf16_1152", "fp8_656", "fp8_576"}),
         heads=HEADS,
+        takes=frozenset({"q_rope"}),
     ),
 ]
 

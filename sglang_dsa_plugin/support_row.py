@@ -97,6 +97,7 @@ class Implementation:
     arguments: keywords for the target, where one function serves several rows.
     exact: whether its result is held to the operator's bound (docs/operators.md); a few of other packages cannot be.
     capturable: a CUDA graph may record it: it reads no values on the host, and its shapes follow from its arguments'.
+    takes: optional arguments of the operator that it knows itself; the operator makes up for those that it does not.
     note: why the row exists or where it stops, shown by the doctor.
     """
 
@@ -115,6 +116,7 @@ class Implementation:
     arguments: tuple[tuple[str, Any], ...] = ()
     exact: bool = True
     capturable: bool = False
+    takes: frozenset[str] = frozenset()
     note: str = ""
 
     @property

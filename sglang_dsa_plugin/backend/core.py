@@ -48,7 +48,7 @@ class AttentionCore:
                 f"sparse attention: picks must have {step.rows} rows like the step, got {list(picks.shape)}"
             )
         out, _ = sparse_mla.sparse_mla(
-            torch.cat([q_latent, q_rope], dim=-1),
+            q_latent,
             rows,
             step.slots_of(picks, self.impl_slots),
             scale,
@@ -57,6 +57,7 @@ class AttentionCore:
             # A kernel stops at a short row's last pick; on a CPU the columns past it are already gone.
             lengths=step.pick_counts(picks.shape[1]) if q_latent.is_cuda else None,
             impl=self.impl_prefill if prefill else self.impl_sparse,
+            q_rope=q_rope,
         )
         return out.reshape(out.shape[0], -1, LATENT_DIM).flatten(1)
 

@@ -16,7 +16,7 @@ import math
 import torch
 
 from sglang_dsa_plugin import support
-from sglang_dsa_plugin.cache.layouts import LATENT_DIM, ROW_DIM
+from sglang_dsa_plugin.cache.layouts import LATENT_DIM, ROPE_DIM, ROW_DIM
 from sglang_dsa_plugin.ops import _check, quant
 
 _OP = "sparse_mla"
@@ -34,16 +34,20 @@ def sparse_mla(
     lengths: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     impl: str | None = None,
+    q_rope: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [R, H, 576] (bf16, f16 or f32) against kv_rows[slots] -> (out [R, H, 512] in q's dtype, lse f32 [R, H]).
 
     kv_rows: [N, width] of `layout`; slots: [R, K] int32 or int64, -1 anywhere is skipped, and a slot outside [0, N) is
     masked and never read. sink: f32 [H], adds exp(sink) to the denominator of out. lengths: [R], a promise that only
-    the first lengths[r] slots count. out: where to write, instead of a new tensor.
+    the first lengths[r] slots count. out: where to write, instead of a new tensor. q_rope: [R, H, 64] in q's dtype, the
+    last 64 values of the queries where they lie apart; q is [R, H, 512] then. Both may be strided.
     Raises ValueError for arguments that do not fit each other, or an `impl` that cannot run here.
     """
-    _check.tensor(_OP, "q", q, (None, None, ROW_DIM), _FLOATS)
+    _check.tensor(_OP, "q", q, (None, None, ROW_DIM if q_rope is None else LATENT_DIM), _FLOATS)
     rows, heads, _ = q.shape
+    if q_rope is not None:
+        _check.tensor(_OP, "q_rope", q_rope, (rows, heads, ROPE_DIM), (q.dtype,), q.device, "q")
     quant.check_rows(_OP, "kv_rows", kv_rows, layout)
     quant.check_kv_scale(_OP, kv_scale)
     if kv_rows.device != q.device:
@@ -59,7 +63,12 @@ def sparse_mla(
         _check.tensor(_OP, "out", out, (rows, heads, LATENT_DIM), (q.dtype,), q.device, "q")
     features = {"layout": layout, "heads": heads, "k": slots.shape[1], "dtype": q.dtype, "rows": rows}
     run = support.resolve(_OP, device=q.device, impl=impl, **features)
-    return run(q, kv_rows, slots, scale, layout, kv_scale, sink, lengths, out)
+    arguments = (kv_rows, slots, scale, layout, kv_scale, sink, lengths, out)
+    if q_rope is None:
+        return run(q, *arguments)
+    if "q_rope" in support.choose(_OP, device=q.device, impl=impl, **features).implementation.takes:
+        return run(q, *arguments, q_rope=q_rope)
+    return run(torch.cat((q, q_rope), dim=-1), *arguments)
 
 
 def reference(

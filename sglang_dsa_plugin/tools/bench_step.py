@@ -74,8 +74,9 @@ def run(i: Inputs, impl: str | None) -> Any:
     q, gate = index_queries.prepare(i.projected, i.weights, i.positions, i.cos_sin, ROPE, FP8, impl=impl)
     picks = index_select.paged(q, i.pages, gate, i.lengths, i.table, i.owner, i.k_picks, impl=impl)
     slots = select.positions_to_slots(picks, i.table, i.owner, impl=impl)
-    query = torch.cat((i.q_latent, i.q_rope), dim=-1)
-    return sparse_mla.sparse_mla(query, i.rows, slots, i.scale, i.layout, lengths=i.counts, impl=impl)
+    return sparse_mla.sparse_mla(
+        i.q_latent, i.rows, slots, i.scale, i.layout, lengths=i.counts, impl=impl, q_rope=i.q_rope
+    )
 
 
 def reference(i: Inputs) -> Any:

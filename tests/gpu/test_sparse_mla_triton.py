@@ -114,6 +114,18 @@ def test_wide_queries(caches, dtype, layout, heads):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("rows", "heads"), [(1, 16), (7, 8), (64, 16), (3, 32), (5, 128)])
+def test_queries_in_two_strided_parts(caches, layout, rows, heads):
+    # As a server has them: absorbed queries come out of a product by heads, the rest is a part of wider vectors.
+    q, slots, arguments = queries(rows, heads), picks(rows, 2048), (SCALE, layout, kv_scale_of(layout))
+    latent = q[..., :512].transpose(0, 1).contiguous().transpose(0, 1)
+    rope = torch.cat((torch.full_like(q[..., :128], 7.0), q[..., 512:]), dim=-1)[..., 128:]
+    for plan in plans(heads, 2048):
+        got = kernels.sparse_mla(latent, caches[layout], slots, *arguments, plan=plan, q_rope=rope)
+        assert all(map(torch.equal, got, run(q, caches[layout], slots, layout, plan=plan)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_junk_past_the_length_and_slots_out_of_range_change_nothing(caches, layout):
     kv, q = caches[layout], queries(80, 16)
     slots = picks(80, 512)

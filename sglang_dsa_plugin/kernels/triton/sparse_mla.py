@@ -33,9 +33,12 @@ def sparse_mla(
     lengths: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     plan: tiles.Plan | None = None,
+    q_rope: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.sparse_mla.sparse_mla`. plan: instead of the table's choice, for measurements."""
     rows, heads, _ = q.shape
+    if q_rope is None:
+        q_rope = q[..., LATENT_DIM:]
     if out is None:
         out = torch.empty(rows, heads, LATENT_DIM, dtype=q.dtype, device=q.device)
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
@@ -71,6 +74,8 @@ def sparse_mla(
         value_scale=value_scale,
         q_row_stride=q.stride(0),
         q_head_stride=q.stride(1),
+        q_rope_row_stride=q_rope.stride(0),
+        q_rope_head_stride=q_rope.stride(1),
         kv_stride=views.stride,
         slots_stride=slots.stride(0),
         out_row_stride=out.stride(0),
@@ -85,10 +90,11 @@ def sparse_mla(
     )
     grid = (rows * plan.splits * triton.cdiv(heads, plan.block_h),)
     if plan.kernel == "hopper":
-        _hopper(grid, q, views, plan, arguments)
+        _hopper(grid, q, q_rope, views, plan, arguments)
     else:
         gather_kernel[grid](
             q,
+            q_rope,
             views.nope,
             views.rope,
             views.scales,
@@ -109,13 +115,21 @@ def sparse_mla(
     return out, lse
 
 
-def _hopper(grid: tuple[int], q: torch.Tensor, views: RowViews, plan: tiles.Plan, arguments: dict[str, object]) -> None:
+def _hopper(
+    grid: tuple[int],
+    q: torch.Tensor,
+    q_rope: torch.Tensor,
+    views: RowViews,
+    plan: tiles.Plan,
+    arguments: dict[str, object],
+) -> None:
     # Imported late: Gluon is needed on this path only.
     from sglang_dsa_plugin.kernels.triton import sparse_mla_hopper, sparse_mla_hopper_fp8
 
     if views.nope_words:
         sparse_mla_hopper_fp8.gather_fp8[grid](
             q,
+            q_rope,
             views.nope,
             views.scales,
             HAS_SCALES=views.has_scales,
@@ -124,6 +138,7 @@ def _hopper(grid: tuple[int], q: torch.Tensor, views: RowViews, plan: tiles.Plan
     else:
         sparse_mla_hopper.gather_bf16[grid](
             q,
+            q_rope,
             views.nope,
             STAGES=plan.stages,
             **arguments,

@@ -65,6 +65,7 @@ def _weighted(p, k, acc):
 @triton.jit
 def gather_kernel(
     q_ptr,
+    q_rope_ptr,
     nope_ptr,
     rope_ptr,
     scales_ptr,
@@ -82,6 +83,8 @@ def gather_kernel(
     value_scale,
     q_row_stride,
     q_head_stride,
+    q_rope_row_stride,
+    q_rope_head_stride,
     kv_stride,
     slots_stride,
     out_row_stride,
@@ -102,7 +105,7 @@ def gather_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """q [R, H, 576] over rows of the cache: out [R, H, 512] and lse [R, H], or partials f32 [R, splits, H, 512] and
+    """q [R, H, 512] and q_rope [R, H, 64] over rows of the cache: out [R, H, 512] and lse [R, H], or partials f32 [R, splits, H, 512] and
     [R, splits, H] when PARTIAL. count: N rows of the cache. scale_log2: the score scale times log2(e).
     value_scale: what one stored value is worth in the output. kv_stride counts UNIT bytes. SCAN: picks of a split,
     rounded up to a power of two; 0 leaves out the search for the last valid one.
@@ -134,7 +137,8 @@ def gather_kernel(
     q1, middle1, low1 = _q_part(q_at, real, 128, 128, Q_PARTS)
     q2, middle2, low2 = _q_part(q_at, real, 256, 128, Q_PARTS)
     q3, middle3, low3 = _q_part(q_at, real, 384, 128, Q_PARTS)
-    qr, middler, lowr = _q_part(q_at, real, 512, 64, Q_PARTS)
+    q_at = q_rope_ptr + row * q_rope_row_stride + head.to(tl.int64)[:, None] * q_rope_head_stride
+    qr, middler, lowr = _q_part(q_at, real, 0, 64, Q_PARTS)
 
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)

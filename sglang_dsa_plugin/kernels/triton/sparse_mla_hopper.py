@@ -185,6 +185,7 @@ def _scores(k_nope, k_rope, q_nope, q_rope, zero):
 @gluon.jit
 def gather_bf16(
     q_ptr,
+    q_rope_ptr,
     kv_ptr,
     slots_ptr,
     lengths_ptr,
@@ -200,6 +201,8 @@ def gather_bf16(
     value_scale,
     q_row_stride,
     q_head_stride,
+    q_rope_row_stride,
+    q_rope_head_stride,
     kv_stride,
     slots_stride,
     out_row_stride,
@@ -240,7 +243,7 @@ def gather_bf16(
         slots, valid = tile_slots(slots_ptr, first + (ahead + 1) * 64, limit, count, ROWS)
     head = tile * BLOCK_H + gl.arange(0, BLOCK_H, layout=ROWS)
     q_nope = q_columns(q_ptr, row, head, heads, q_row_stride, q_head_stride, 0, 512, COPY)
-    q_rope = q_columns(q_ptr, row, head, heads, q_row_stride, q_head_stride, 512, 64, COPY)
+    q_rope = q_columns(q_rope_ptr, row, head, heads, q_rope_row_stride, q_rope_head_stride, 0, 64, COPY)
     q_nope_shared = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_H, 512], KEYS)
     q_rope_shared = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_H, 64], KEYS)
     q_nope_shared.index(0).store(q_nope)

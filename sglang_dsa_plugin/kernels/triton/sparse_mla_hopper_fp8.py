@@ -106,6 +106,7 @@ def _scales(scales_ptr, slot, valid, kv_stride):
 @gluon.jit
 def gather_fp8(
     q_ptr,
+    q_rope_ptr,
     words_ptr,
     scales_ptr,
     slots_ptr,
@@ -122,6 +123,8 @@ def gather_fp8(
     value_scale,
     q_row_stride,
     q_head_stride,
+    q_rope_row_stride,
+    q_rope_head_stride,
     kv_stride,
     slots_stride,
     out_row_stride,
@@ -173,7 +176,7 @@ def gather_fp8(
     q1 = q_columns(q_ptr, row, head, heads, q_row_stride, q_head_stride, 128, 128, COPY)
     q2 = q_columns(q_ptr, row, head, heads, q_row_stride, q_head_stride, 256, 128, COPY)
     q3 = q_columns(q_ptr, row, head, heads, q_row_stride, q_head_stride, 384, 128, COPY)
-    qr = q_columns(q_ptr, row, head, heads, q_row_stride, q_head_stride, 512, 64, COPY)
+    qr = q_columns(q_rope_ptr, row, head, heads, q_rope_row_stride, q_rope_head_stride, 0, 64, COPY)
     largest = gl.maximum(gl.maximum(_row_max(q0), _row_max(q1)), gl.maximum(_row_max(q2), _row_max(q3)))
     if not HAS_SCALES:
         largest = gl.maximum(largest, _row_max(qr))

@@ -139,6 +139,22 @@ def test_strided_arguments_and_wide_indices(layout):
     assert (out[:, 1::2] == 9).all() and (out[:, :, :100] == 9).all() and (out[:, :, 612:] == 9).all()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_queries_in_two_strided_parts(layout, dtype):
+    q, kv, slots = queries(2, 6, dtype), rows_of(60, layout), picks(2, 40, 60)
+    # As a server has them: absorbed queries come out of a product by heads, the rest is a part of wider vectors.
+    latent = q[..., :512].transpose(0, 1).contiguous().transpose(0, 1)
+    rope = torch.cat((torch.full_like(q[..., :128], 7.0), q[..., 512:]), dim=-1)[..., 128:]
+    assert not latent.is_contiguous() and not rope.is_contiguous()
+    arguments = (kv, slots, SCALE, layout, kv_scale_of(layout))
+    for splits in (1, 2):
+        plan = plan_of(6, 40, splits)
+        got = kernels.sparse_mla(latent, *arguments, plan=plan, q_rope=rope)
+        want = kernels.sparse_mla(q, *arguments, plan=plan)
+        assert got[0].dtype == dtype and all(torch.equal(a, b) for a, b in zip(got, want))
+
+
 def test_nothing_to_do():
     kv = rows_of(4, "bf16_1152")
     for q, rows, slots in [

@@ -22,7 +22,8 @@ NVIDIA = [80, 86, 89, 90, 100, 120]
 AMD = {"gfx942": 64 << 10, "gfx950": 160 << 10}
 WORDS = {"bf16_1152": (False, False), "fp8_656": (True, False), "fp8_576": (True, True)}
 # What a caller usually passes: pointers and strides on 16-byte bounds. The row stride counts 16 bytes already.
-ROUND = {"q_row_stride", "q_head_stride", "slots_stride", "out_row_stride", "out_head_stride", "picks", "split_picks"}
+ROUND = {"q_row_stride", "q_head_stride", "q_rope_row_stride", "q_rope_head_stride", "slots_stride", "out_row_stride"}
+ROUND |= {"out_head_stride", "picks", "split_picks"}
 
 
 def built(kernel, target, constants, types, plan, gluon=False):
@@ -46,7 +47,7 @@ def pointers(layout, partial, q="bf16"):
     integers = {name: "*i32" for name in ("slots_ptr", "lengths_ptr", "words_ptr")}
     floats = {name: "*fp32" for name in ("scales_ptr", "sink_ptr", "lse_ptr", "part_ptr", "part_lse_ptr")}
     rows = {"nope_ptr": "*i32" if nope else "*bf16", "rope_ptr": "*i32" if rope else "*bf16", "kv_ptr": "*bf16"}
-    return integers | floats | rows | {"q_ptr": "*" + q, "out_ptr": "*fp32" if partial else "*" + q}
+    return integers | floats | rows | {"q_ptr": "*" + q, "q_rope_ptr": "*" + q, "out_ptr": "*fp32" if partial else "*" + q}
 
 
 def flags(partial, sm):

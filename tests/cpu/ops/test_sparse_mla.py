@@ -248,6 +248,13 @@ def test_a_layer_of_a_larger_pool_and_strided_arguments():
     _check(q[:1], pool[:, 1], slots[:1], "bf16_1152")
 
 
+def test_queries_in_two_strided_parts():
+    q, cache, slots = _queries(6, 16), _cache("bf16_1152", 90), _picks(6, 70, 90)
+    latent = q[..., :512].transpose(0, 1).contiguous().transpose(0, 1)
+    got = sparse_mla.sparse_mla(latent, cache, slots, SCALE, "bf16_1152", q_rope=q[..., 512:])
+    assert all(map(torch.equal, got, sparse_mla.sparse_mla(q, cache, slots, SCALE, "bf16_1152")))
+
+
 def test_out_is_written_and_returned():
     q, cache, slots = _queries(3, 16), _cache("bf16_1152", 90), _picks(3, 70, 90)
     out = torch.full((3, 16, 512), math.nan, dtype=torch.bfloat16)
@@ -286,6 +293,9 @@ def _call(q=None, cache=None, slots=None, scale=SCALE, layout="bf16_1152", **mor
     [
         ({"q": torch.zeros(2, 4, 512)}, r"q must be .*576\], got float32 \[2, 4, 512\]"),
         ({"q": torch.zeros(2, 4, 576, dtype=torch.int32)}, "q must be"),
+        ({"q_rope": torch.zeros(2, 4, 64).bfloat16()}, r"q must be .*512\], got bfloat16 \[2, 4, 576\]"),
+        ({"q": torch.zeros(2, 4, 512), "q_rope": torch.zeros(2, 3, 64)}, r"q_rope must be .*\[2, 4, 64\]"),
+        ({"q": torch.zeros(2, 4, 512), "q_rope": torch.zeros(2, 4, 64).half()}, "q_rope must be a float32"),
         ({"cache": torch.zeros(9, 576)}, "kv_rows must be a bfloat16"),
         ({"cache": torch.zeros(9, 576).to(FP8)}, "kv_rows must be a bfloat16"),
         ({"layout": "fp8_656"}, "kv_rows must be a uint8"),

@@ -104,7 +104,7 @@ def _kept(rows, device):
     return torch.linspace(0, rows - 1, min(rows, ROWS), device=device).round().long().unique()
 
 
-def _attend(answer, q, kv_rows, slots, scale, layout, kv_scale=1.0, sink=None, lengths=None, **_):
+def _attend(answer, q, kv_rows, slots, scale, layout, kv_scale=1.0, sink=None, lengths=None, q_rope=None, **_):
     keep = _kept(q.shape[0], q.device)
     slots = slots[keep]
     valid = (slots >= 0) & (slots < kv_rows.shape[0])
@@ -113,7 +113,7 @@ def _attend(answer, q, kv_rows, slots, scale, layout, kv_scale=1.0, sink=None, l
     return {
         "implementation": _chosen.get("sparse_mla"),
         "rows": q.shape[0],
-        "q": q[keep],
+        "q": q[keep] if q_rope is None else torch.cat((q[keep], q_rope[keep]), dim=-1),
         "kv_rows": kv_rows.view(torch.uint8)[cached].view(kv_rows.dtype),
         "slots": torch.where(valid, torch.searchsorted(cached, slots.long()), -1).int(),
         "pool_slots": slots,
