@@ -16,6 +16,11 @@ def test_other_packages_are_left_out_on_request():
     assert {name for _, name in sanitize.paths("cuda", sm=90, ours=True)} == {"triton"}
 
 
+def test_what_builds_a_module_first_is_left_out_unless_asked_for():
+    built = {row.name for row in support.rows() if sanitize._builds_first(row)}
+    assert built == {"flashinfer", "deep_gemm_flashinfer", "trtllm", "trtllm_fp8"}
+
+
 def test_answers_of_the_further_cases_are_right():
     for case in sanitize._more_cases():
         assert case.share(torch.device("cpu"), "torch") <= 1, case.label

@@ -7,6 +7,7 @@
 Run it once without the sanitizer first: then the kernels are compiled. Tensors are allocated one by one
 (PYTORCH_NO_CUDA_MEMORY_CACHING), or an access past a tensor would land in memory that the allocator holds anyway.
 racecheck looks at shared memory of our own kernels; --filter prints their names as its option wants them.
+FlashInfer builds a C++ module at the first call, which takes minutes: its rows are run with --with-jit only.
 
 Paths: every row of the support table but torch's, by the cases of `sglang-dsa check` (one an operator, implementation,
 layout and number of heads), and by those below, which take the other ways through a kernel: other dtypes, many rows,
@@ -48,12 +49,16 @@ SCALE = 192**-0.5
 EXACT = check_judges.close(1e-6, 1e-6)
 
 
-def paths(device: torch.device | str, sm: int | None = None, ours: bool = False) -> Iterator[tuple[Case, str]]:
-    """(case, implementation) of every path on `device`; sm: as if it were of this SM. ours: Triton and Gluon only."""
+def paths(
+    device: torch.device | str, sm: int | None = None, ours: bool = False, with_jit: bool = False
+) -> Iterator[tuple[Case, str]]:
+    """(case, implementation) of every path on `device`; sm: as if it were of this SM. ours: Triton and Gluon only.
+    with_jit: those as well whose package builds a module for minutes before it runs.
+    """
     seen = set()
     for case in [*check_cases.cases(), *_more_cases()]:
         for row in support.rows(case.operator):
-            if row.name == "torch" or (ours and row.name != "triton"):
+            if row.name == "torch" or (ours and row.name != "triton") or (_builds_first(row) and not with_jit):
                 continue
             try:
                 support.choose(case.operator, device=device, impl=row.name, sm=sm, **case.features)
@@ -64,6 +69,11 @@ def paths(device: torch.device | str, sm: int | None = None, ours: bool = False)
             if key not in seen:
                 seen.add(key)
                 yield case, row.name
+
+
+def _builds_first(row: support.Implementation) -> bool:
+    """Whether it calls FlashInfer, on its own or after scores of another package."""
+    return "flashinfer" in (row.package, *(value for _, value in row.arguments))
 
 
 def _heads_of(case: Case) -> object:
@@ -230,6 +240,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="operators whose name holds this text")
     parser.add_argument("--ours", action="store_true", help="Triton and Gluon kernels only, no other package's")
+    parser.add_argument("--with-jit", action="store_true", help="FlashInfer's kernels as well, which it builds first")
     parser.add_argument("--filter", action="store_true", help="print our kernels as compute-sanitizer's --kernel-name")
     asked = parser.parse_args()
     if asked.filter:
@@ -237,7 +248,7 @@ def main() -> int:
         return 0
     device, wrong = torch.device("cuda", 0), 0
     with torch.inference_mode():
-        for case, name in paths(device, ours=asked.ours):
+        for case, name in paths(device, ours=asked.ours, with_jit=asked.with_jit):
             if asked.only not in case.operator:
                 continue
             begun = time.perf_counter()
