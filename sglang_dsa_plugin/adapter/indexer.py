@@ -173,7 +173,11 @@ class DsaIndexer(torch.nn.Module):
     ) -> torch.Tensor:
         """Picks by score; keys: index pages of the layer; impl: implementation by name."""
         query = self.token.queries(self.wq_b(q_lora)[0], self._head_weights(x), positions)
-        return index_select.paged(
+        # On a GPU slots cost no launch of their own; they must be those of the picks that attention gets.
+        slots = None
+        if x.is_cuda and not _picks_of_rank_0():
+            slots = torch.empty((step.rows, self.index_topk), dtype=torch.int32, device=x.device)
+        picks = index_select.paged(
             query.q,
             keys,
             query.gate,
@@ -183,8 +187,12 @@ class DsaIndexer(torch.nn.Module):
             self.index_topk,
             init_tokens=self.config.index_init_tokens,
             local_tokens=self.config.index_local_tokens,
+            slots_out=slots,
             impl=impl,
         )
+        if slots is not None:
+            step.keep_slots(picks, slots)
+        return picks
 
     def _head_weights(self, x: torch.Tensor) -> torch.Tensor:
         """Gate before scaling, f32 [R,H]: accumulated and returned in float32 even from bf16 weights."""
@@ -197,11 +205,14 @@ class DsaIndexer(torch.nn.Module):
 
     def _same_on_all_ranks(self, picks: torch.Tensor | None) -> torch.Tensor | None:
         """With SGLANG_DSA_TOPK_BROADCAST every attention-TP rank takes rank 0's picks, as in the built-in."""
-        if picks is not None and envs.SGLANG_DSA_TOPK_BROADCAST.get():
-            group = get_parallel().attn_tp_group
-            if group.world_size > 1:
-                group.broadcast(picks, src=0)
+        if picks is not None and _picks_of_rank_0():
+            get_parallel().attn_tp_group.broadcast(picks, src=0)
         return picks
+
+
+def _picks_of_rank_0() -> bool:
+    """Whether all attention-TP ranks take the picks of one of them."""
+    return envs.SGLANG_DSA_TOPK_BROADCAST.get() and get_parallel().attn_tp_group.world_size > 1
 
 
 class PooledIndexerRefusal(torch.nn.Module):

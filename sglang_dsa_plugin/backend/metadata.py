@@ -63,6 +63,7 @@ class StepMetadata:
         """Token slots [R,k] of picked positions [R,k]; -1 stays.
 
         Layers that reuse picks hand in the very same tensor, so the last translation is kept and compared by identity.
+        Where the selection wrote slots as well (`keep_slots`), nothing is left to translate.
         On a CPU, columns that the host knows to be -1 in every row are left out.
         """
         if self._picks is not picks:
@@ -74,6 +75,10 @@ class StepMetadata:
             )
             self._picks = picks
         return self._slots
+
+    def keep_slots(self, picks: torch.Tensor, slots: torch.Tensor) -> None:
+        """For `slots_of`: slots [R,k] of these very picks [R,k], where selection has written both."""
+        self._picks, self._slots = picks, slots
 
 
 def page_table(req_to_token: torch.Tensor, requests: torch.Tensor, max_length: int) -> torch.Tensor:

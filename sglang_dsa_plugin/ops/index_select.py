@@ -64,9 +64,13 @@ def paged(
     local_tokens: int = 0,
     budget_bytes: int | None = None,
     *,
+    slots_out: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
     """Picks among each row's first lengths[r] keys: int32 [R, topk], positions or (slots=True) cache slots.
+
+    slots_out: contiguous int32 [R, topk], where the slots go as well while positions are returned.
+    Query and gate of a row not longer than topk may hold anything.
 
     Raises ValueError as `index_scores.paged` and `select.topk_slots` do, for a page_size other than the 64 tokens of an
     index page, and for a budget that cannot hold one row's picks and one page (4 * (2 * topk + 64) bytes).
@@ -76,8 +80,19 @@ def paged(
     if page_size != PAGE_SIZE:
         _check.fail(op, "page_size", f"{PAGE_SIZE}, the tokens of an index page", page_size)
     budget = _check_picks(op, topk, init_tokens, local_tokens, budget_bytes)
-    run = support.resolve("index_select_paged", device=q.device, impl=impl, heads=q.shape[1], k=topk, dtype=q.dtype)
-    return run(q, pages, gate, lengths, page_table, row_to_request, topk, init_tokens, local_tokens, budget, slots)
+    features = {"device": q.device, "impl": impl, "heads": q.shape[1], "k": topk, "dtype": q.dtype}
+    run = support.resolve("index_select_paged", **features)
+    arguments = (q, pages, gate, lengths, page_table, row_to_request, topk, init_tokens, local_tokens, budget)
+    if slots_out is None:
+        return run(*arguments, slots)
+    _check.tensor(op, "slots_out", slots_out, (q.shape[0], topk), (torch.int32,), q.device, "q")
+    if slots or not slots_out.is_contiguous():
+        _check.fail(op, "slots_out", "contiguous, and slots False", slots_out)
+    if "slots_out" in support.choose("index_select_paged", **features).implementation.takes:
+        return run(*arguments, slots_out=slots_out)
+    picks = run(*arguments)
+    select.positions_to_slots(picks, page_table, row_to_request, page_size, out=slots_out)
+    return picks
 
 
 def _check_picks(op: str, topk: int, init_tokens: int, local_tokens: int, budget_bytes: int | None) -> int:

@@ -96,9 +96,12 @@ def positions_to_slots(
     row_to_request: torch.Tensor,
     page_size: int = PAGE_SIZE,
     *,
+    out: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
     """Slots of positions [R, k] by the page table of each row's request: int32 [R, k]; -1 stays -1.
+
+    out: where to write, contiguous, instead of a new tensor.
 
     Raises ValueError for wrong shapes, dtypes or devices, page_size < 1, and, on the CPU, requests and positions
     outside the table.
@@ -107,7 +110,14 @@ def positions_to_slots(
     _check.index_tensor(op, "positions", positions, (None, None))
     _check_table(op, page_table, row_to_request, page_size, "positions", positions, 0)
     run = support.resolve("positions_to_slots", device=positions.device, impl=impl)
-    return run(positions, page_table, row_to_request, page_size)
+    if out is None:
+        return run(positions, page_table, row_to_request, page_size)
+    _check.tensor(op, "out", out, tuple(positions.shape), (torch.int32,), positions.device, "positions")
+    if not out.is_contiguous():
+        _check.fail(op, "out", "contiguous", out)
+    if "out" in support.choose("positions_to_slots", device=positions.device, impl=impl).implementation.takes:
+        return run(positions, page_table, row_to_request, page_size, out=out)
+    return out.copy_(run(positions, page_table, row_to_request, page_size))
 
 
 def _check_topk(

@@ -72,8 +72,8 @@ def run(i: Inputs, impl: str | None) -> Any:
     """The operators in the order in which the indexer and the backend call them."""
     index_keys.store(i.pages, i.new_slots, i.key, i.norm, i.bias, EPS, i.positions, i.cos_sin, ROPE, impl=impl)
     q, gate = index_queries.prepare(i.projected, i.weights, i.positions, i.cos_sin, ROPE, FP8, impl=impl)
-    picks = index_select.paged(q, i.pages, gate, i.lengths, i.table, i.owner, i.k_picks, impl=impl)
-    slots = select.positions_to_slots(picks, i.table, i.owner, impl=impl)
+    slots = torch.empty((q.shape[0], i.k_picks), dtype=torch.int32, device=q.device)
+    index_select.paged(q, i.pages, gate, i.lengths, i.table, i.owner, i.k_picks, slots_out=slots, impl=impl)
     return sparse_mla.sparse_mla(
         i.q_latent, i.rows, slots, i.scale, i.layout, lengths=i.counts, impl=impl, q_rope=i.q_rope
     )

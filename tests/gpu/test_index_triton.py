@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sglang_dsa_plugin.cache.layouts import FP8
+from sglang_dsa_plugin.kernels.triton import select as triton_select
 from sglang_dsa_plugin.ops import index_scores, index_select, select
 from tests.cpu.ops import indexer_inputs
 
@@ -170,6 +171,10 @@ def test_windows_forced_tokens_slots_and_offsets(rows, init, local):
     offsets = ints(0, 10**6, rows)
     moved = select.topk_ragged(scores, lengths, k, offsets, starts, init, local, **IMPL)
     assert torch.equal(moved, torch.where(got >= 0, got + offsets.unsqueeze(1), -1).int())
+    beside = torch.full_like(slots, 7)
+    where = {"slots": (table, requests, 64), "slots_out": beside}
+    assert torch.equal(triton_select.select_rows(scores, lengths, k, starts, init, local, **where), got)
+    assert torch.equal(beside, slots)
 
 
 def on_gpu(inputs):
@@ -278,6 +283,14 @@ def test_index_select_equals_scores_then_selection(dtype, rows, requests, budget
     assert torch.equal(got, want)
     slots = index_select.paged(*args, 2048, True, 64, 3, 5, budget, **IMPL)
     assert torch.equal(slots, select.positions_to_slots(want, table, owner, impl="torch"))
+    beside = torch.full_like(slots, 7)
+    both = index_select.paged(*args, 2048, False, 64, 3, 5, budget, slots_out=beside, **IMPL)
+    assert torch.equal(both, want) and torch.equal(beside, slots)
+    # Rows that keep everything have picks whatever their query and gate are.
+    kept = lengths <= 2048
+    junk = (q.float().masked_fill(kept[:, None, None], math.nan).to(dtype), gate.masked_fill(kept[:, None], math.nan))
+    got = index_select.paged(junk[0], pages, junk[1], *args[3:], 2048, False, 64, 3, 5, budget, **IMPL)
+    assert torch.equal(got, want)
     few = min(rows, 4)
     zero = torch.zeros(few, dtype=torch.int32)
     fp64 = index_scores.reference_ragged(inputs.q[:few], inputs.k, inputs.k_scale, inputs.gate[:few], zero, zero + 8192)
@@ -313,11 +326,14 @@ def test_a_captured_graph_follows_new_lengths(rows):
     owner = torch.arange(rows, device="cuda") * 2 // rows
     lengths = torch.full((rows,), 100, dtype=torch.int32, device="cuda")
     args = (q, pages, gate, lengths, table, owner, 2048, True)
+    beside = torch.empty(rows, 2048, dtype=torch.int32, device="cuda")
     index_select.paged(*args, **IMPL)
+    index_select.paged(*args[:-1], slots_out=beside, **IMPL)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         picks = index_select.paged(*args, **IMPL)
+        positions = index_select.paged(*args[:-1], slots_out=beside, **IMPL)
     for seed in range(4):
         lengths.copy_(ints(0, 32769, rows, seed=seed))
         lengths[0] = (0, 2048, 2049, 32768)[seed]
@@ -325,4 +341,6 @@ def test_a_captured_graph_follows_new_lengths(rows):
         whole = index_scores.paged(*args[:-2], **IMPL)
         assert torch.equal(picks, select.topk_slots(whole, lengths, 2048, table, owner, impl="torch"))
         assert torch.equal(picks, index_select.paged(*args, **IMPL))
+        assert torch.equal(beside, picks)
+        assert torch.equal(positions, index_select.paged(*args[:-1], **IMPL))
         assert (picks >= 0).sum(1).equal(lengths.clamp(max=2048).long())

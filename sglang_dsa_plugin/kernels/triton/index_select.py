@@ -68,8 +68,11 @@ def paged(
     local_tokens: int,
     budget_bytes: int,
     slots: bool = False,
+    slots_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`ops.index_select.paged`: positions int32 [R, topk], or slots in the same pass."""
+    """`ops.index_select.paged`: positions int32 [R, topk], or slots in the same pass; or both, slots to `slots_out`,
+    contiguous int32 [R, topk].
+    """
     rows_in_all, requests_in_all = q.shape[0], page_table.shape[0]
 
     def score(
@@ -82,8 +85,8 @@ def paged(
         )
 
     width = page_table.shape[1] * PAGE_SIZE
-    where = (page_table, row_to_request) if slots else None
-    return _select(score, lengths, width, topk, init_tokens, local_tokens, budget_bytes, where, None)
+    where = (page_table, row_to_request) if slots or slots_out is not None else None
+    return _select(score, lengths, width, topk, init_tokens, local_tokens, budget_bytes, where, None, slots_out)
 
 
 def _select(
@@ -96,6 +99,7 @@ def _select(
     budget_bytes: int,
     slots: tuple[torch.Tensor, torch.Tensor] | None,
     offsets: torch.Tensor | None,
+    slots_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     count = lengths.shape[0]
     picks = torch.empty((count, topk), dtype=torch.int32, device=lengths.device)
@@ -115,6 +119,7 @@ def _select(
         sizes = lengths[rows]
         table = None if slots is None else (slots[0], slots[1][rows], PAGE_SIZE)
         shift = None if offsets is None else offsets[rows]
+        beside = None if slots_out is None else slots_out[rows]
         if fits:
             part = buffer.expand(sizes.shape[0], width) if short else buffer[: sizes.shape[0]]
             tickets = None
@@ -131,11 +136,14 @@ def _select(
                 slots=table,
                 offsets=shift,
                 out=picks[rows],
+                slots_out=beside,
                 tickets=tickets,
             )
         else:
             found = _select_long_row(score, rows, sizes, width, topk, init_tokens, local_tokens, floats)
-            if table is not None:
+            if beside is not None:
+                positions_to_slots(found, *table, out=beside)
+            elif table is not None:
                 found = positions_to_slots(found, *table)
             picks[rows] = found if shift is None else add_offsets(found, shift)
     return picks

@@ -10,7 +10,8 @@ Steps 2 and 3 decide only how long the list is: if too few scores passed, the ro
 So the result is exact and the same on every run, whatever the sample says. With few rows, several programs stream one
 row, and the last to finish does step 4 on all their lists; an integer ticket tells it that it is the last.
 
-Slots or offsets are applied as the picks are written (`topk_slots`, `topk_ragged`).
+Slots or offsets are applied as the picks are written (`topk_slots`, `topk_ragged`), and slots can be written beside the
+positions.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from .select_parts import (
     copy_row,
     join_lists,
     sampled_threshold,
+    slot_of,
     stream,
-    wanted,
+    write,
     write_best,
 )
 
@@ -47,18 +49,27 @@ def _window(row, scores, stride, lengths, starts, width, STARTS: tl.constexpr):
 
 @triton.jit
 def _write_fixed(
-    out_row, length, k, init, local, table_row, offset, SLOTS: tl.constexpr, PAGE: tl.constexpr, HALF: tl.constexpr
+    out_row,
+    slots_row,
+    length,
+    k,
+    init,
+    local,
+    table_row,
+    offset,
+    WRITE: tl.constexpr,
+    PAGE: tl.constexpr,
+    HALF: tl.constexpr,
 ):
     """The picks that no score decides: all of a row not longer than k, else the forced ones. k <= HALF."""
     i = tl.arange(0, HALF)
     if length <= k:
-        picks = tl.where(i < length, wanted(i, i < length, table_row, offset, SLOTS, PAGE), -1)
-        tl.store(out_row + i, picks, mask=i < k)
+        write(out_row + i, slots_row + i, i, i < length, i < k, table_row, offset, WRITE, PAGE)
     else:
         if init + local > 0:
             forced = (i < k) & ((i < init) | (i >= k - local))
             p = tl.where(i < init, i, length - k + i)
-            tl.store(out_row + i, wanted(p, forced, table_row, offset, SLOTS, PAGE), mask=forced)
+            write(out_row + i, slots_row + i, p, forced, forced, table_row, offset, WRITE, PAGE)
 
 
 @triton.jit(do_not_specialize=["list_stride", "table_stride", "rows"])
@@ -68,6 +79,7 @@ def _rows_kernel(
     lengths,
     starts,
     out,
+    slots_out,
     lists,
     list_stride,
     table,
@@ -85,7 +97,7 @@ def _rows_kernel(
     SAMPLE: tl.constexpr,
     WIDE_READ: tl.constexpr,
     STARTS: tl.constexpr,
-    SLOTS: tl.constexpr,
+    WRITE: tl.constexpr,
     OFFSETS: tl.constexpr,
     PAGE: tl.constexpr,
 ):
@@ -96,13 +108,14 @@ def _rows_kernel(
         row = tl.program_id(0) + turn * tl.num_programs(0)
         line, length = _window(row, scores, stride, lengths, starts, width, STARTS)
         out_row = out + row.to(tl.int64) * k
+        slots_row = slots_out + row.to(tl.int64) * k
         table_row = table
-        if SLOTS:
+        if WRITE != "positions":
             table_row += tl.load(requests + row).to(tl.int64) * table_stride
         offset = row * 0
         if OFFSETS:
             offset = tl.load(offsets + row).to(tl.int32)
-        _write_fixed(out_row, length, k, init, local, table_row, offset, SLOTS, PAGE, C // 2)
+        _write_fixed(out_row, slots_row, length, k, init, local, table_row, offset, WRITE, PAGE, C // 2)
         if (length > k) & (want > 0):
             n = length - init - local
             high = length - local
@@ -115,7 +128,8 @@ def _rows_kernel(
             else:
                 copy_row(line, init, n, own, C)
                 count = n
-            write_best(out_row + init, own, count, want, table_row, offset, SLOTS, PAGE, C, BLOCK)
+            best, slots = out_row + init, slots_row + init
+            write_best(best, slots, own, count, want, table_row, offset, WRITE, PAGE, C, BLOCK)
             tl.debug_barrier()  # the next row overwrites the list
 
 
@@ -126,6 +140,7 @@ def _split_kernel(
     lengths,
     starts,
     out,
+    slots_out,
     lists,
     list_stride,
     table,
@@ -145,7 +160,7 @@ def _split_kernel(
     SAMPLE: tl.constexpr,
     WIDE_READ: tl.constexpr,
     STARTS: tl.constexpr,
-    SLOTS: tl.constexpr,
+    WRITE: tl.constexpr,
     OFFSETS: tl.constexpr,
     PAGE: tl.constexpr,
 ):
@@ -163,14 +178,15 @@ def _split_kernel(
     if chunk >= active:
         return
     out_row = out + row.to(tl.int64) * k
+    slots_row = slots_out + row.to(tl.int64) * k
     table_row = table
-    if SLOTS:
+    if WRITE != "positions":
         table_row += tl.load(requests + row).to(tl.int64) * table_stride
     offset = row * 0
     if OFFSETS:
         offset = tl.load(offsets + row).to(tl.int32)
     if chunk == 0:
-        _write_fixed(out_row, length, k, init, local, table_row, offset, SLOTS, PAGE, C // 2)
+        _write_fixed(out_row, slots_row, length, k, init, local, table_row, offset, WRITE, PAGE, C // 2)
     if (length <= k) | (want == 0):
         return
     lists += row.to(tl.int64) * (CHUNKS + 1) * list_stride
@@ -207,7 +223,8 @@ def _split_kernel(
         copy_row(line, init, n, own, C)
         count = n
     if count >= 0:
-        write_best(out_row + init, own, count, want, table_row, offset, SLOTS, PAGE, C, BLOCK)
+        best, slots = out_row + init, slots_row + init
+        write_best(best, slots, own, count, want, table_row, offset, WRITE, PAGE, C, BLOCK)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -228,16 +245,21 @@ def _slots_kernel(
     p = tl.load(positions + row.to(tl.int64) * positions_stride + i, mask=i < k, other=-1).to(tl.int32)
     valid = (p >= 0) & (p < covered)
     table_row = table + tl.load(requests + row).to(tl.int64) * table_stride
-    slot = tl.where(valid, wanted(p, valid, table_row, 0, True, PAGE), -1)
-    tl.store(slots + row.to(tl.int64) * k + i, slot, mask=i < k)
+    tl.store(slots + row.to(tl.int64) * k + i, slot_of(p, valid, table_row, PAGE), mask=i < k)
 
 
 def positions_to_slots(
-    positions: torch.Tensor, page_table: torch.Tensor, row_to_request: torch.Tensor, page_size: int
+    positions: torch.Tensor,
+    page_table: torch.Tensor,
+    row_to_request: torch.Tensor,
+    page_size: int,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`ops.select.positions_to_slots` in one launch; a position that the table does not cover gives -1."""
+    """`ops.select.positions_to_slots` in one launch; a position that the table does not cover gives -1. out: contiguous
+    int32 [R, k].
+    """
     rows, k = positions.shape
-    slots = torch.empty((rows, k), dtype=torch.int32, device=positions.device)
+    slots = torch.empty((rows, k), dtype=torch.int32, device=positions.device) if out is None else out
     if slots.numel():
         _slots_kernel[(rows, -(-k // _SLOTS_BLOCK))](
             positions,
@@ -308,10 +330,12 @@ def select_rows(
     slots: tuple[torch.Tensor, torch.Tensor, int] | None = None,
     offsets: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    slots_out: torch.Tensor | None = None,
     tickets: torch.Tensor | None = None,
     tiles: index_tables.SelectTiles | None = None,
 ) -> torch.Tensor:
     """All forms of the selection. slots: (page_table, row_to_request, page_size); out: contiguous int32 [R, k].
+    slots_out: the same, where slots go while positions are returned.
 
     Reads nothing on the host. tickets: int32 [R], zeros, where the caller has them at no cost. tiles: for tests.
     """
@@ -333,7 +357,7 @@ def select_rows(
         "SAMPLE": tiles.sample,
         "WIDE_READ": _may_read_whole_groups(scores) and starts is None,
         "STARTS": starts is not None,
-        "SLOTS": slots is not None,
+        "WRITE": "positions" if slots is None else "slots" if slots_out is None else "both",
         "OFFSETS": offsets is not None,
         "PAGE": page_size,
         "num_warps": tiles.warps,
@@ -346,6 +370,7 @@ def select_rows(
         lengths,
         lengths if starts is None else starts,
         out,
+        out if slots_out is None else slots_out,
         lists,
         tiles.capacity,
         table,

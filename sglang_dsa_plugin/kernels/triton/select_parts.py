@@ -190,17 +190,20 @@ def keep_best(entries, count, want, C: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def write_best(
     out,
+    slots_out,
     entries,
     count,
     want,
     table_row,
     offset,
-    SLOTS: tl.constexpr,
+    WRITE: tl.constexpr,
     PAGE: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The positions of the `want` best of a list of `count` >= want entries -> out[0:want], in the list's order."""
+    """The positions of the `want` best of a list of `count` >= want entries -> `write` at out, slots_out, in the list's
+    order.
+    """
     i = tl.arange(0, BLOCK // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
     tl.debug_barrier()
     key, room = kth_of_list(entries, count, want, C)
@@ -209,8 +212,9 @@ def write_best(
         entry = tl.load(entries + base + i)
         take, place, taken, equal_taken = best_of_block(entry, base + i < count, key, room, tied)
         p, place, take = tl.reshape(entry.to(tl.int32), [BLOCK]), tl.reshape(place, [BLOCK]), tl.reshape(take, [BLOCK])
-        tl.store(out + place, wanted(p, take, table_row, offset, SLOTS, PAGE), mask=take)
+        write(out + place, slots_out + place, p, take, take, table_row, offset, WRITE, PAGE)
         out += taken
+        slots_out += taken
         room -= equal_taken
 
 
@@ -328,10 +332,22 @@ def sampled_threshold(row, low, n, want, SAMPLE: tl.constexpr):
 
 
 @triton.jit
-def wanted(p, valid, table_row, offset, SLOTS: tl.constexpr, PAGE: tl.constexpr):
-    """Positions -> what the caller wants of them, int32: slots by a page table, or positions plus an offset."""
-    if SLOTS:
-        page = tl.load(table_row + p // PAGE, mask=valid, other=0).to(tl.int32)
-        return page * PAGE + p % PAGE
+def slot_of(p, valid, table_row, PAGE: tl.constexpr):
+    """Positions -> slots by a page table, int32; -1 where not valid."""
+    page = tl.load(table_row + p // PAGE, mask=valid, other=0).to(tl.int32)
+    return tl.where(valid, page * PAGE + p % PAGE, -1)
+
+
+@triton.jit
+def write(out, slots_out, p, valid, mask, table_row, offset, WRITE: tl.constexpr, PAGE: tl.constexpr):
+    """Positions p -> out, where `mask`, as the caller wants them: "positions" plus an offset, "slots", or "both", slots
+    to slots_out then. -1 where not valid.
+    """
+    if WRITE != "positions":
+        slot = slot_of(p, valid, table_row, PAGE)
+    if WRITE == "slots":
+        tl.store(out, slot, mask=mask)
     else:
-        return p + offset
+        tl.store(out, tl.where(valid, p + offset, -1), mask=mask)
+    if WRITE == "both":
+        tl.store(slots_out, slot, mask=mask)

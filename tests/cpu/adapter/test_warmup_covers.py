@@ -85,11 +85,14 @@ def step(rows, requests, longest, topk, heads, layout, index_heads=64):
     q = empty(rows, index_heads, 128, dtype=FP8)
     keys = empty(SLOTS // 64, INDEX_PAGE_BYTES, dtype=torch.uint8)
     gate, lengths = empty(rows, index_heads, dtype=torch.float32), empty(rows)
-    picks = index_select.paged(q, keys, gate, lengths, table, owner, topk, 0, 0, BUDGET)
-    slots = select.positions_to_slots(picks, table, owner, 64)
+    slots = empty(rows, topk)
+    picks = index_select.paged(q, keys, gate, lengths, table, owner, topk, 0, 0, BUDGET, slots_out=slots)
+    # Picks of rows that keep every token.
+    select.positions_to_slots(picks, table, owner, 64)
     spec = LATENT_LAYOUTS[layout]
-    queries, cache = empty(rows, heads, 576, dtype=torch.bfloat16), empty(SLOTS, spec.width, dtype=spec.dtype)
-    sparse_mla.sparse_mla(queries, cache, slots, 0.07, layout, lengths=lengths)
+    queries, rope = (empty(heads, rows, 512, dtype=torch.bfloat16), empty(rows, heads, 192, dtype=torch.bfloat16))
+    cache = empty(SLOTS, spec.width, dtype=spec.dtype)
+    sparse_mla.sparse_mla(queries.transpose(0, 1), cache, slots, 0.07, layout, lengths=lengths, q_rope=rope[..., 128:])
 
 
 def steps_of_the_warmup(topk, chunk, context):

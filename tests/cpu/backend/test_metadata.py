@@ -84,6 +84,16 @@ def test_slots_follow_the_page_table_and_are_kept_for_layers_that_reuse_picks():
     assert step.slots_of(other)[0, 0] == table[1, 7]
 
 
+def test_slots_that_came_with_their_picks_are_not_translated_again():
+    step = metadata.decode_step(token_table(200, 2), torch.tensor([1, 0]), torch.tensor([200, 70]), 200, SPARSE_DECODE)
+    picks = torch.tensor([[0, 63], [5, -1]], dtype=torch.int32)
+    want, own = step.slots_of(picks), torch.zeros(2, 2, dtype=torch.int32)
+    step.keep_slots(picks, own)
+    assert step.slots_of(picks) is own
+    # Equal picks in another tensor may be those of another rank.
+    assert torch.equal(step.slots_of(picks.clone()), want)
+
+
 @pytest.mark.parametrize("k", [200, 256])
 def test_rows_that_see_at_most_k_tokens_pick_all_of_them(k):
     table = token_table(200, 3)

@@ -47,7 +47,8 @@ def pointers(layout, partial, q="bf16"):
     integers = {name: "*i32" for name in ("slots_ptr", "lengths_ptr", "words_ptr")}
     floats = {name: "*fp32" for name in ("scales_ptr", "sink_ptr", "lse_ptr", "part_ptr", "part_lse_ptr")}
     rows = {"nope_ptr": "*i32" if nope else "*bf16", "rope_ptr": "*i32" if rope else "*bf16", "kv_ptr": "*bf16"}
-    return integers | floats | rows | {"q_ptr": "*" + q, "q_rope_ptr": "*" + q, "out_ptr": "*fp32" if partial else "*" + q}
+    queries = dict.fromkeys(("q_ptr", "q_rope_ptr"), "*" + q)
+    return integers | floats | rows | queries | {"out_ptr": "*fp32" if partial else "*" + q}
 
 
 def flags(partial, sm):

@@ -81,6 +81,11 @@ else:
         got = triton_topk.select_rows(*args, slots=(table, requests, 64), tiles=tiles)
         assert torch.equal(got, select.reference_slots(want, table, requests))
         assert torch.equal(triton_topk.positions_to_slots(want, table, requests, 64), got)
+        beside = torch.full_like(got, 7)
+        both = triton_topk.select_rows(*args, slots=(table, requests, 64), slots_out=beside, tiles=tiles)
+        assert torch.equal(both, want) and torch.equal(beside, got)
+        assert triton_topk.positions_to_slots(want, table, requests, 64, out=beside.fill_(7)) is beside
+        assert torch.equal(beside, got)
         got = triton_topk.select_rows(*args, offsets=offsets, tiles=tiles)
         assert torch.equal(got, torch.where(want >= 0, want + offsets.unsqueeze(1), -1).int())
 
@@ -138,6 +143,10 @@ else:
         args = (inputs.q, inputs.pages, inputs.gate, lengths, table, requests)
         got = triton_select.paged(*args, 64, init, local, budget, True)
         assert torch.equal(got, index_select.reference_paged(*args, 64, True, init, local))
+        beside = torch.full_like(got, 7)
+        both = triton_select.paged(*args, 64, init, local, budget, slots_out=beside)
+        assert torch.equal(both, index_select.reference_paged(*args, 64, False, init, local))
+        assert torch.equal(beside, got)
         start, offsets = torch.tensor([0, 100, 200, 7]), torch.arange(4) * 1000
         end = torch.tensor([512, 500, 264, 72])
         args = (inputs.q, inputs.k, inputs.k_scale, inputs.gate, start, end)
@@ -151,4 +160,24 @@ else:
         requests = torch.zeros(3, dtype=torch.int32)
         got = triton_select.paged(inputs.q, inputs.pages, inputs.gate, lengths, table, requests, 128, 0, 0, 1 << 20)
         columns = torch.arange(128)
-        assert torch.equal(got, torch.where(columns < lengths.unsqueeze(1), columns, -1).int())
+        want = torch.where(columns < lengths.unsqueeze(1), columns, -1).int()
+        assert torch.equal(got, want)
+        beside = torch.full_like(got, 7)
+        args = (inputs.q, inputs.pages, inputs.gate, lengths, table, requests, 128, 0, 0, 1 << 20)
+        assert torch.equal(triton_select.paged(*args, slots_out=beside), want)
+        assert torch.equal(beside, select.reference_slots(want, table, requests))
+
+    @pytest.mark.parametrize("dtype", [FP8, torch.float16])
+    @pytest.mark.parametrize(("requests", "width"), [([0, 1, 1, 0], 8), ([0, 0, 1, 1], 8), ([0] * 6 + [1] * 6, 8)])
+    def test_query_and_gate_of_a_row_that_keeps_everything_may_be_anything(dtype, requests, width):
+        rows = len(requests)
+        inputs = indexer_inputs.exact(rows, 16, 512, dtype)
+        table = torch.stack([torch.randperm(width, generator=generator(b)) for b in range(2)]).int()
+        lengths = torch.randint(65, 512, (rows,), generator=generator(5))
+        lengths[::2] = torch.randint(0, 65, (len(lengths[::2]),), generator=generator(6))
+        rest = (lengths, table, torch.tensor(requests), 64)
+        want = index_select.reference_paged(inputs.q, inputs.pages, inputs.gate, *rest)
+        inputs.q[::2], inputs.gate[::2] = math.nan, math.nan
+        for budget in (1 << 20, 4 * (2 * 64 + 128)):
+            got = triton_select.paged(inputs.q, inputs.pages, inputs.gate, *rest, 0, 0, budget)
+            assert torch.equal(got, want)

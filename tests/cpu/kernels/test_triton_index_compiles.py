@@ -39,6 +39,8 @@ TYPES = {
             "last",
             "positions",
             "slots",
+            "out",
+            "slots_out",
         ),
         "*i32",
     ),
@@ -76,15 +78,19 @@ def kinds(name):
 
 
 @pytest.mark.parametrize("name", SHARED)
-@pytest.mark.parametrize(("rows", "k"), [(1, 2048), (4096, 4096)], ids=["split", "rows"])
-def test_selection(name, rows, k):
+@pytest.mark.parametrize(
+    ("rows", "k", "write"),
+    [(1, 2048, "slots"), (1, 2048, "both"), (4096, 4096, "positions"), (4096, 2048, "both")],
+    ids=["split", "split both", "rows", "rows both"],
+)
+def test_selection(name, rows, k, write):
     tiles = index_tables.select_tiles(gpu_of(name), rows, 131072, k)
     constants = {"C": tiles.capacity, "TILE": tiles.tile, "BLOCK": tiles.block, "SAMPLE": tiles.sample, "PAGE": 64}
-    constants |= {"WIDE_READ": True, "STARTS": False, "SLOTS": rows == 1, "OFFSETS": rows > 1}
+    constants |= {"WIDE_READ": True, "STARTS": False, "WRITE": write, "OFFSETS": write == "positions"}
     if tiles.chunks > 1:
-        compiled(select._split_kernel, name, constants | {"CHUNKS": tiles.chunks}, tiles.warps, out="*i32")
+        compiled(select._split_kernel, name, constants | {"CHUNKS": tiles.chunks}, tiles.warps)
     else:
-        compiled(select._rows_kernel, name, constants, tiles.warps, out="*i32")
+        compiled(select._rows_kernel, name, constants, tiles.warps)
 
 
 def score_types(kind):

@@ -65,6 +65,13 @@ def test_equals_fp64_where_scores_are_exact(dtype, init, local):
     for slots in (False, True):
         got = index_select.paged(*paged, slots, 64, init, local)
         assert torch.equal(got, index_select.reference_paged(*paged, slots, init, local))
+    beside = torch.full_like(got, 7)
+    positions = index_select.paged(*paged, False, 64, init, local, slots_out=beside)
+    assert torch.equal(positions, index_select.reference_paged(*paged, False, init, local))
+    assert torch.equal(beside, got)
+    for slots, out in ((True, beside), (False, beside.t()), (False, beside.long()), (False, beside[1:])):
+        with pytest.raises(ValueError, match=r"index_select\.paged: slots_out must be"):
+            index_select.paged(*paged, slots, slots_out=out)
     for budget in (4 * KEYS, 1 << 20):
         captured = torch_select._paged_captured(*paged, init, local, budget)
         assert torch.equal(captured, index_select.reference_paged(*paged, False, init, local))
