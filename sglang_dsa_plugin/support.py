@@ -119,6 +119,7 @@ _TORCH_ROWS = [
     _torch_row("key_pages_move", "key_pages", "move"),
     _torch_row("index_keys_store", "index_front", "store_keys"),
     _torch_row("index_queries", "index_front", "prepare_queries"),
+    _torch_row("index_front", "index_front", "store_and_prepare"),
     _torch_row("latent_rows_store", "latent_rows", "store"),
     _torch_row("latent_rows_load", "latent_rows", "load"),
     _torch_row("latent_rows_move", "latent_rows", "move"),
@@ -133,6 +134,7 @@ _TRITON_ROWS = [
     _triton_row("positions_to_slots", "select", "positions_to_slots", takes=frozenset({"out"})),
     _triton_row("index_keys_store", "index_front", "store_keys"),
     _triton_row("index_queries", "index_front", "prepare_queries"),
+    _triton_row("index_front", "index_front", "store_and_prepare"),
     _triton_row("latent_rows_store", "latent_rows", "store"),
     _triton_row("index_select_ragged", "index_select", "ragged", heads=HEADS, max_k=INDEX_MAX_K),
     _triton_row(

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     from sglang_dsa_plugin.backend.metadata import StepMetadata
+    from sglang_dsa_plugin.indexer.token import IndexQuery
 
 
 class DsaIndexer(torch.nn.Module):
@@ -144,39 +145,37 @@ class DsaIndexer(torch.nn.Module):
             # follow.
             picks = x.new_full((x.shape[0], self.index_topk), -1, dtype=torch.int32) if return_indices else None
             return maybe_capture_indexer_topk(layer_id, self._same_on_all_ranks(picks))
-        pages = get_token_to_kv_pool().index_pages
-        local_layer = layer_id - get_token_to_kv_pool().start_layer
+        pool = get_token_to_kv_pool()
+        pages = pool.index_pages.buffer[layer_id - pool.start_layer]
         positions = positions.to(torch.int64)
-        self.token.store_keys(
-            pages.buffer[local_layer], forward_batch.out_cache_loc, self.wk(x)[0], self.k_norm, positions
-        )
+        keys = (pages, forward_batch.out_cache_loc, self.wk(x)[0], self.k_norm)
         masked = step.decision.path == "masked"
         if not (return_indices or masked) and get_global_indexer_capturer() is None:
+            self.token.store_keys(*keys, positions)
             return None
         picks = step.every_token(self.index_topk)
         if picks is None:
+            projections = self.wq_b(q_lora)[0], self._head_weights(x)
+            if x.is_cuda:
+                query = self.token.keys_and_queries(*keys, *projections, positions, step.lengths, self.index_topk)
+            else:
+                self.token.store_keys(*keys, positions)
+                query = self.token.queries(*projections, positions)
             impl = self._impl_decode if forward_batch.forward_mode.is_decode() else self._impl_prefill
-            picks = self._select(x, q_lora, positions, step, pages.buffer[local_layer], impl)
+            picks = self._select(query, step, pages, impl)
+        else:
+            self.token.store_keys(*keys, positions)
         picks = maybe_capture_indexer_topk(layer_id, self._same_on_all_ranks(picks))
         if masked:
             step.picks = picks
         return picks if return_indices else None
 
-    def _select(
-        self,
-        x: torch.Tensor,
-        q_lora: torch.Tensor,
-        positions: torch.Tensor,
-        step: StepMetadata,
-        keys: torch.Tensor,
-        impl: str | None,
-    ) -> torch.Tensor:
+    def _select(self, query: IndexQuery, step: StepMetadata, keys: torch.Tensor, impl: str | None) -> torch.Tensor:
         """Picks by score; keys: index pages of the layer; impl: implementation by name."""
-        query = self.token.queries(self.wq_b(q_lora)[0], self._head_weights(x), positions)
         # On a GPU slots cost no launch of their own; they must be those of the picks that attention gets.
         slots = None
-        if x.is_cuda and not _picks_of_rank_0():
-            slots = torch.empty((step.rows, self.index_topk), dtype=torch.int32, device=x.device)
+        if keys.is_cuda and not _picks_of_rank_0():
+            slots = torch.empty((step.rows, self.index_topk), dtype=torch.int32, device=keys.device)
         picks = index_select.paged(
             query.q,
             keys,

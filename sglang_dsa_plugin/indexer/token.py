@@ -17,12 +17,14 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_dsa_plugin.ops import index_keys, index_queries
+from sglang_dsa_plugin.ops import index_front, index_keys, index_queries
 
 
 @dataclass(frozen=True)
 class IndexQuery:
-    """What scoring needs of R rows: q [R,H,128] in the keys' dtype and gate f32 [R,H] with every scale folded in."""
+    """What scoring needs of R rows: q [R,H,128] in the keys' dtype and gate f32 [R,H] with every scale folded in. Of a
+    row that keeps every token they may be undefined (`TokenIndexer.keys_and_queries`).
+    """
 
     q: torch.Tensor
     gate: torch.Tensor
@@ -74,5 +76,40 @@ class TokenIndexer:
         return IndexQuery(
             *index_queries.prepare(
                 projected, weights, positions, self.cos_sin, self.rope_layout, self.key_dtype, impl=self.impl
+            )
+        )
+
+    def keys_and_queries(
+        self,
+        pages: torch.Tensor,
+        slots: torch.Tensor,
+        key: torch.Tensor,
+        norm: torch.nn.Module,
+        query: torch.Tensor,
+        weights: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor,
+        topk: int,
+    ) -> IndexQuery:
+        """`store_keys` of key [R,128] and `queries` of query [R,H*128] and weights f32 [R,H] in one; a row with
+        lengths[r] of at most topk need not get queries.
+        """
+        bias = getattr(norm, "bias", None)
+        return IndexQuery(
+            *index_front.store_and_prepare(
+                pages,
+                slots,
+                key,
+                norm.weight,
+                bias,
+                norm.eps,
+                query,
+                weights,
+                positions,
+                self.cos_sin,
+                self.rope_layout,
+                lengths,
+                topk,
+                impl=self.impl,
             )
         )

@@ -43,7 +43,24 @@ def store(
     Raises ValueError for arguments that do not fit each other, or on a CPU for a slot out of range. On a GPU such a
     slot writes nothing, and a position outside the table is an error of the caller.
     """
-    op = "index_keys.store"
+    check_store("index_keys.store", pages, slots, projected, weight, bias, eps, positions, cos_sin, layout)
+    run = support.resolve("index_keys_store", device=pages.device, impl=impl)
+    run(pages, slots, projected, weight, bias, eps, positions, cos_sin, layout)
+
+
+def check_store(
+    op: str,
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    projected: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    layout: str,
+) -> None:
+    """Raises ValueError in the name of operator `op` where arguments of `store` do not fit each other."""
     key_pages.check_pages(op, pages)
     device = pages.device
     _check.index_tensor(op, "slots", slots, (None,), device)
@@ -57,8 +74,6 @@ def store(
     _check.tensor(op, "cos_sin", cos_sin, (None, ROPE_DIM), (torch.float32,), device)
     _check.one_of(op, "layout", layout, rope.LAYOUTS)
     key_pages.check_slots(op, "slots", slots, pages.shape[0] * PAGE_SIZE)
-    run = support.resolve("index_keys_store", device=device, impl=impl)
-    run(pages, slots, projected, weight, bias, eps, positions, cos_sin, layout)
 
 
 def reference_keys(

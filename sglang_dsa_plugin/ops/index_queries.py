@@ -39,15 +39,27 @@ def prepare(
     Raises ValueError for arguments that do not fit each other. A position outside the table is an error of the caller.
     """
     op = "index_queries.prepare"
+    check_prepare(op, projected, weights, positions, cos_sin, layout)
+    _check.one_of(op, "dtype", dtype, (FP8, *_FLOATS))
+    run = support.resolve("index_queries", device=weights.device, impl=impl)
+    return run(projected, weights, positions, cos_sin, layout, dtype)
+
+
+def check_prepare(
+    op: str,
+    projected: torch.Tensor,
+    weights: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    layout: str,
+) -> None:
+    """Raises ValueError in the name of operator `op` where arguments of `prepare` do not fit each other."""
     _check.tensor(op, "weights", weights, (None, None), _FLOATS)
     rows, heads = weights.shape
     _check.tensor(op, "projected", projected, (rows, heads * INDEX_DIM), _FLOATS, weights.device, "weights")
     _check.index_tensor(op, "positions", positions, (rows,), weights.device)
     _check.tensor(op, "cos_sin", cos_sin, (None, ROPE_DIM), (torch.float32,), weights.device)
     _check.one_of(op, "layout", layout, rope.LAYOUTS)
-    _check.one_of(op, "dtype", dtype, (FP8, *_FLOATS))
-    run = support.resolve("index_queries", device=weights.device, impl=impl)
-    return run(projected, weights, positions, cos_sin, layout, dtype)
 
 
 def reference_queries(

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from sglang_dsa_plugin.cache.layouts import FP8, INDEX_DIM, LATENT_DIM, LATENT_LAYOUTS, PAGE_SIZE, ROPE_DIM
-from sglang_dsa_plugin.ops import index_keys, index_queries, index_select, select, sparse_mla
+from sglang_dsa_plugin.cache.layouts import INDEX_DIM, LATENT_DIM, LATENT_LAYOUTS, PAGE_SIZE, ROPE_DIM
+from sglang_dsa_plugin.ops import index_front, index_select, select, sparse_mla
 from sglang_dsa_plugin.tools import bench_floors, bench_index_cases, bench_rivals
 from sglang_dsa_plugin.tools.bench_cases import SCALE, SHORT, Case, Sizes
 from sglang_dsa_plugin.tools.bench_inputs import Maker
@@ -70,8 +70,8 @@ def inputs_of(maker: Maker, sizes: Sizes, layout: str, heads: int, tokens: int, 
 
 def run(i: Inputs, impl: str | None) -> Any:
     """The operators in the order in which the indexer and the backend call them."""
-    index_keys.store(i.pages, i.new_slots, i.key, i.norm, i.bias, EPS, i.positions, i.cos_sin, ROPE, impl=impl)
-    q, gate = index_queries.prepare(i.projected, i.weights, i.positions, i.cos_sin, ROPE, FP8, impl=impl)
+    keys, queries = (i.pages, i.new_slots, i.key, i.norm, i.bias, EPS), (i.projected, i.weights, i.positions, i.cos_sin)
+    q, gate = index_front.store_and_prepare(*keys, *queries, ROPE, i.lengths, i.k_picks, impl=impl)
     slots = torch.empty((q.shape[0], i.k_picks), dtype=torch.int32, device=q.device)
     index_select.paged(q, i.pages, gate, i.lengths, i.table, i.owner, i.k_picks, slots_out=slots, impl=impl)
     return sparse_mla.sparse_mla(
@@ -81,8 +81,8 @@ def run(i: Inputs, impl: str | None) -> Any:
 
 def reference(i: Inputs) -> Any:
     """The operators' references one after the other; `pages` is changed as by `run`."""
-    index_keys.reference_store(i.pages, i.new_slots, i.key, i.norm, i.bias, EPS, i.positions, i.cos_sin, ROPE)
-    q, gate = index_queries.reference(i.projected, i.weights, i.positions, i.cos_sin, ROPE, FP8)
+    keys, queries = (i.pages, i.new_slots, i.key, i.norm, i.bias, EPS), (i.projected, i.weights, i.positions, i.cos_sin)
+    q, gate = index_front.reference(*keys, *queries, ROPE)
     picks = index_select.reference_paged(q, i.pages, gate, i.lengths, i.table, i.owner, i.k_picks)
     slots = select.reference_slots(picks, i.table, i.owner)
     query = torch.cat((i.q_latent, i.q_rope), dim=-1)

@@ -10,6 +10,7 @@ from sglang_dsa_plugin.cache.layouts import FP8, INDEX_PAGE_BYTES, LATENT_LAYOUT
 from sglang_dsa_plugin.ops import (
     dense_mha,
     hadamard,
+    index_front,
     index_keys,
     index_queries,
     index_scores,
@@ -165,6 +166,18 @@ def _indexer(normal: Callable, integers: Callable, on: Callable) -> Iterator[Cas
 
     turned = index_queries.reference_queries(q, positions, cos_sin, "half", True)
     yield Case("index_queries", "fp8, half, 32 heads", {"heads": 32}, prepared, (turned,), close(1 / 16))
+
+    def both(d: torch.device, i: str) -> Tensors:
+        pages = torch.zeros(4, INDEX_PAGE_BYTES, dtype=torch.uint8, device=d)
+        keys = (*on(d, slots, projected, weight, bias), 1e-6)
+        seen = torch.full((40,), 100, dtype=torch.int32, device=d)
+        rest = (*on(d, q, gate, positions, cos_sin), "half", seen, 64)
+        values, folded = index_front.store_and_prepare(pages, *keys, *rest, impl=i)
+        stored_keys, scales = key_pages.load(pages, slots.to(d), impl="torch")
+        queries = values.float() * (folded / (gate.to(d) * (32 * 128) ** -0.5)).unsqueeze(2)
+        return stored_keys.float() * scales.unsqueeze(1), queries
+
+    yield Case("index_front", "fp8, half, 32 heads", {"heads": 32}, both, (want, turned), close(1 / 16))
     for heads, rows, count in ((64, 9, 700), (32, 3, 130), (16, 33, 65)):
         yield from _scoring(heads, rows, count, normal, integers, on)
 

@@ -6,6 +6,7 @@ import torch
 from sglang_dsa_plugin.cache.layouts import FP8, LATENT_LAYOUTS
 from sglang_dsa_plugin.kernels.triton import e4m3, index_front
 from sglang_dsa_plugin.kernels.triton import latent_rows as triton_rows
+from sglang_dsa_plugin.ops import index_front as front
 from sglang_dsa_plugin.ops import index_keys, index_queries, latent_rows
 from tests.cpu.ops import index_front_inputs as data
 
@@ -133,6 +134,53 @@ def test_a_vector_does_not_depend_on_its_batch():
     for part in (slice(0, 1), slice(5, 8), slice(100, 164), slice(1000, 4096)):
         got = index_queries.prepare(projected[part], weights[part], positions[part], *rest, FP8, **IMPL)
         assert torch.equal(got[0].view(torch.uint8), q[part].view(torch.uint8)) and torch.equal(got[1], gate[part])
+
+
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize(("layout", "norm"), [("half", "layer"), ("interleaved", "rms")])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "heads"), [(1, 64), (3, 5), (16, 64), (40, 32), (130, 64), (1000, 64)])
+def test_keys_and_queries_together_are_those_of_two_calls(layout, norm, dtype, rows, heads):
+    # Bit for bit: keys stored in decode are those of a prefill, which takes two launches.
+    keys = data.key_inputs(rows, layout, norm, torch.bfloat16)
+    slots, queries = data.slots_of(rows, 20).cuda(), on_gpu(data.query_inputs(rows, heads, layout, torch.bfloat16))
+    pages, want_pages = (data.new_pages(20, dtype, "cuda") for _ in range(2))
+    index_keys.store(want_pages, slots, *keys.args("cuda"), **IMPL)
+    want = index_queries.prepare(*queries, dtype, **IMPL)
+    key, *norm_of_keys, positions, cos_sin, _ = keys.args("cuda")
+    arguments = (slots, key, *norm_of_keys, *queries[:2], positions, cos_sin, layout)
+    got = front.store_and_prepare(pages, *arguments, **IMPL)
+    assert torch.equal(pages.view(torch.uint8), want_pages.view(torch.uint8))
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, want))
+    lengths = torch.arange(rows, dtype=torch.int32, device="cuda") % 3 + 7
+    pages = data.new_pages(20, dtype, "cuda")
+    got = front.store_and_prepare(pages, *arguments, lengths, 8, **IMPL)
+    assert torch.equal(pages.view(torch.uint8), want_pages.view(torch.uint8))
+    for a, b in zip(got, want):
+        assert torch.equal(a[lengths > 8].view(torch.uint8), b[lengths > 8].view(torch.uint8))
+
+
+@pytest.mark.parametrize("rows", [2, 64])
+def test_a_captured_graph_makes_queries_of_the_rows_that_are_long_at_replay(rows):
+    queries, slots = on_gpu(data.query_inputs(rows, 64, "half", torch.bfloat16)), data.slots_of(rows, 3).cuda()
+    key, *norm, positions, cos_sin, layout = data.key_inputs(rows, "half", dtype=torch.bfloat16).args("cuda")
+    lengths, pages = torch.zeros(rows, dtype=torch.int32, device="cuda"), data.new_pages(3, FP8, "cuda")
+    arguments = (pages, slots, key, *norm, *queries[:2], positions, cos_sin, layout, lengths, 8)
+    front.store_and_prepare(*arguments, **IMPL)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        q, gate = front.store_and_prepare(*arguments, **IMPL)
+    want = index_queries.prepare(*queries, FP8, **IMPL)
+    for first in (0, 1):
+        q.view(torch.uint8).fill_(7)
+        lengths.fill_(8)[first::2] = 9
+        graph.replay()
+        long = lengths > 8
+        assert torch.equal(q[long].view(torch.uint8), want[0][long].view(torch.uint8))
+        assert torch.equal(gate[long], want[1][long])
+        # 64 heads are whole tiles, so nothing was made for the other rows.
+        assert (q[~long].view(torch.uint8) == 7).all()
 
 
 @pytest.mark.usefixtures("rounding")

@@ -180,9 +180,9 @@ def _judge_picks(call: dict[str, Any], report: Report) -> None:
     # One is as wide as the longest row of the call, the other as the pages of the kept rows; both hold every window.
     width = min(scores.shape[1], want.shape[1])
     scores, want, size = scores[:, :width], want[:, :width], size[:, :width]
-    inside = torch.arange(width) < lengths.unsqueeze(1)
+    # Rows that keep everything are scored by no one in selection, and their queries may be anything.
+    inside = (torch.arange(width) < lengths.unsqueeze(1)) & (lengths > topk).unsqueeze(1)
     error = (scores.double() - want).abs()
-    # Rows that keep everything are scored by no one in selection; the scores here are computed for all.
     share = torch.where(inside, error / size.clamp_min(1e-30), 0) / SCORE_BOUND[fp8]
     report.score_error = max(report.score_error, float(share.max()))
     assert share.max() <= 1, f"scores are off by {float(share.max()):.2g} of their bound"

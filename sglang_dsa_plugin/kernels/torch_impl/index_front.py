@@ -63,6 +63,27 @@ def prepare_queries(
     return values.view(x.shape), gate * scale.view(rows, heads)
 
 
+def store_and_prepare(
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    key: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    layout: str,
+    dtype: torch.dtype,
+    lengths: torch.Tensor | None,
+    topk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.index_front.store_and_prepare`: queries of rows that keep every token are made like the others."""
+    store_keys(pages, slots, key, weight, bias, eps, positions, cos_sin, layout)
+    return prepare_queries(query, weights, positions, cos_sin, layout, dtype)
+
+
 def _turn(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, layout: str) -> torch.Tensor:
     """Rope on the first 64 values of x [R, ..., 128]."""
     return torch.cat([rope.apply(x[..., :ROPE_DIM], positions, cos_sin, layout), x[..., ROPE_DIM:]], dim=-1)

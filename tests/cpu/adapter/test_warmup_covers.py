@@ -14,6 +14,7 @@ pytest.importorskip("sglang")
 from sglang_dsa_plugin.adapter.hooks import warmup
 from sglang_dsa_plugin.cache.layouts import FP8, INDEX_PAGE_BYTES, LATENT_LAYOUTS
 from sglang_dsa_plugin.kernels.triton import (
+    index_front,
     index_scores,
     index_select,
     index_tables,
@@ -25,6 +26,9 @@ from sglang_dsa_plugin.kernels.triton import (
 
 H200 = index_tables.Gpu("cuda", 90, 132, 227)
 KERNELS = [
+    (index_front, "keys_kernel"),
+    (index_front, "queries_kernel"),
+    (index_front, "front_kernel"),
     (index_scores, "rows_kernel"),
     (index_scores, "keys_kernel"),
     (select, "_rows_kernel"),
@@ -82,9 +86,12 @@ def step(rows, requests, longest, topk, heads, layout, index_heads=64):
 
     pages = -(-longest // 64)
     table, owner = empty(requests, pages), empty(rows)
-    q = empty(rows, index_heads, 128, dtype=FP8)
-    keys = empty(SLOTS // 64, INDEX_PAGE_BYTES, dtype=torch.uint8)
-    gate, lengths = empty(rows, index_heads, dtype=torch.float32), empty(rows)
+    keys, lengths = empty(SLOTS // 64, INDEX_PAGE_BYTES, dtype=torch.uint8), empty(rows)
+    where, norm = empty(rows, dtype=torch.int64), empty(128, dtype=torch.float32)
+    key, query = empty(rows, 128, dtype=torch.bfloat16), empty(rows, index_heads * 128, dtype=torch.bfloat16)
+    weights, cos_sin = empty(rows, index_heads, dtype=torch.float32), empty(longest, 64, dtype=torch.float32)
+    front = (key, norm, norm, 1e-6, query, weights, where, cos_sin, "half", FP8, lengths, topk)
+    q, gate = index_front.store_and_prepare(keys, where, *front)
     slots = empty(rows, topk)
     picks = index_select.paged(q, keys, gate, lengths, table, owner, topk, 0, 0, BUDGET, slots_out=slots)
     # Picks of rows that keep every token.
