@@ -84,7 +84,8 @@ def sparse_mla(
         HAS_SINK=sink is not None,
         PARTIAL=plan.splits > 1,
         PDL=pdl,
-        SCAN=_scan(plan.split_picks),
+        # With lengths the end of a row is known: it need not be looked for.
+        SCAN=_scan(plan.split_picks) if lengths is None else 0,
         BLOCK_H=plan.block_h,
         num_warps=plan.warps,
     )

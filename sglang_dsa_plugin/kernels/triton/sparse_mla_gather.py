@@ -108,7 +108,7 @@ def gather_kernel(
     """q [R, H, 512] and q_rope [R, H, 64] over rows of the cache: out [R, H, 512] and lse [R, H], or partials f32
     [R, splits, H, 512] and [R, splits, H] when PARTIAL. count: N rows of the cache. scale_log2: the score scale times
     log2(e). value_scale: what one stored value is worth in the output. kv_stride counts UNIT bytes. SCAN: picks of a
-    split, rounded up to a power of two; 0 leaves out the search for the last valid one.
+    split, rounded up to a power of two; 0 leaves out the search for the last valid one, as with lengths.
     Grid: one axis of R * splits * head tiles.
     """
     tiles = tl.cdiv(heads, BLOCK_H)

@@ -161,3 +161,17 @@ def test_query_scale_is_folded_into_the_gate():
     assert torch.equal(doubled.gate, 2 * single.gate)
     assert torch.equal(doubled.q.float(), single.q.float())
     assert plain.gate.allclose(w * HEADS**-0.5 * 128**-0.5)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("dtype", [FP8, torch.float32])
+def test_keys_and_queries_in_one_call_are_those_of_two(kind, dtype):
+    q, w, k, positions = inputs(rows=9)
+    norm = random_norm(kind)
+    indexer = TokenIndexer(HEADS, "half", rope_table(), dtype, impl="torch")
+    shape, stored = index_page_shape(dtype)
+    pages, slots = torch.zeros((2, *shape), dtype=stored), torch.arange(9).flip(0)
+    query = indexer.keys_and_queries(pages, slots, k, norm, q, w, positions, torch.arange(9), 3)
+    want, key = indexer.queries(q, w, positions), keys_of(indexer, k, norm, positions)
+    assert torch.equal(query.q[4:].float(), want.q[4:].float()) and torch.equal(query.gate[4:], want.gate[4:])
+    assert torch.equal(key_pages.load(pages, slots)[0].float(), key.k.float())

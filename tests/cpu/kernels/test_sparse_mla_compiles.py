@@ -51,15 +51,17 @@ def pointers(layout, partial, q="bf16"):
     return integers | floats | rows | queries | {"out_ptr": "*fp32" if partial else "*" + q}
 
 
-def flags(partial, sm):
-    return dict(HAS_LENGTHS=True, HAS_SINK=True, PARTIAL=partial, PDL=partial and bool(sm) and sm >= 90)
+def flags(partial, sm, scan):
+    """Few rows come with their lengths, as in decode; many are looked through for their last pick."""
+    lengths = dict(HAS_LENGTHS=partial, SCAN=0 if partial else scan)
+    return lengths | dict(HAS_SINK=True, PARTIAL=partial, PDL=partial and bool(sm) and sm >= 90)
 
 
 def portable(target, sm, layout, rows, heads, q="bf16"):
     parts = {"bf16": 1, "fp16": 2, "fp32": 3}[q]
     plan = tiles.choose(sm, 132, layout, rows, heads, 2048, False, parts)
     nope, rope = WORDS[layout]
-    constants = flags(plan.splits > 1, sm) | dict(
+    constants = flags(plan.splits > 1, sm, 2048) | dict(
         UNIT=16,
         ROPE_COLUMN={"bf16_1152": 512, "fp8_656": 264, "fp8_576": 128}[layout],
         SCALES_COLUMN=128,
@@ -68,7 +70,6 @@ def portable(target, sm, layout, rows, heads, q="bf16"):
         HAS_SCALES=layout == "fp8_656",
         Q_PARTS=parts,
         DECODE="ops" if sm is None else "cvt" if sm >= 89 else "bits",
-        SCAN=2048,
         BLOCK_H=plan.block_h,
         BLOCK_N=plan.block_n,
     )
@@ -112,7 +113,7 @@ def test_portable_on_amd(arch, layout):
 def test_hopper_bf16(rows, heads):
     plan = tiles.choose(90, 132, "bf16_1152", rows, heads, 2048, True, 1)
     partial = plan.splits > 1
-    constants = flags(partial, 90) | dict(SCAN=512, BLOCK_H=plan.block_h, STAGES=plan.stages)
+    constants = flags(partial, 90, 512) | dict(BLOCK_H=plan.block_h, STAGES=plan.stages)
     target, types = GPUTarget("cuda", 90, 32), pointers("bf16_1152", partial)
     kernel = built(sparse_mla_hopper.gather_bf16, target, constants, types, plan, gluon=True)
     assert plan.kernel == "hopper" and kernel.metadata.shared <= tiles.SHARED_BYTES[90]
@@ -125,7 +126,7 @@ def test_hopper_bf16(rows, heads):
 def test_hopper_fp8(layout, rows):
     plan = tiles.choose(90, 132, layout, rows, 16, 2048, True, 1)
     partial = plan.splits > 1
-    constants = flags(partial, 90) | dict(SCAN=512, BLOCK_H=plan.block_h, HAS_SCALES=layout == "fp8_656")
+    constants = flags(partial, 90, 512) | dict(BLOCK_H=plan.block_h, HAS_SCALES=layout == "fp8_656")
     target, types = GPUTarget("cuda", 90, 32), pointers(layout, partial)
     kernel = built(sparse_mla_hopper_fp8.gather_fp8, target, constants, types, plan, gluon=True)
     assert plan.kernel == "hopper" and 2 * (kernel.metadata.shared + 1024) <= 228 << 10
