@@ -32,17 +32,23 @@ def store_keys(
     cos_sin: torch.Tensor,
     layout: str,
 ) -> None:
-    """`ops.index_keys.store`."""
+    """`ops.index_keys.store`. Raises ValueError for a position outside the table."""
     rows = projected.shape[0]
     if not rows:
         return
+    where = positions.long().numpy()
+    if where.min() < 0 or where.max() >= cos_sin.shape[0]:
+        raise ValueError(
+            f"index_keys.store: positions must be in [0, {cos_sin.shape[0]}), the rows of cos_sin, got "
+            f"{where.min()} to {where.max()}"
+        )
     fp8 = pages.dtype == torch.uint8
     # A copy even of f32, because the kernel works in place.
     keys = torch.empty(rows, INDEX_DIM).copy_(projected)
     norm = weight.detach().numpy()
     shift = np.zeros(0, np.float32) if bias is None else bias.detach().numpy()
     values = keys.numpy()
-    _turn(values, norm, shift, eps, positions.long().numpy(), cos_sin.numpy(), layout == "half", fp8)
+    _turn(values, norm, shift, eps, where, cos_sin.numpy(), layout == "half", fp8)
     if not fp8:
         key_pages.store(pages, slots, keys.to(pages.dtype))
         return

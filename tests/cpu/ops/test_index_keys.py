@@ -106,3 +106,12 @@ def test_bad_arguments_are_named(change, message):
     good = {"pages": data.new_pages(1, FP8), "slots": torch.arange(3), **vars(data.key_inputs(3, "half"))}
     with pytest.raises(ValueError, match=message):
         index_keys.store(**{**good, **change})
+
+
+@pytest.mark.parametrize("position", [-1, data.key_inputs(1, "half").cos_sin.shape[0]])
+def test_a_position_outside_the_table_is_refused_before_anything_is_read(position):
+    inputs, pages = data.key_inputs(3, "half"), data.new_pages(1, FP8)
+    inputs.positions[1] = position
+    with pytest.raises((ValueError, IndexError)):
+        index_keys.store(pages, torch.arange(3), *inputs.args())
+    assert torch.equal(pages, data.new_pages(1, FP8))
