@@ -164,6 +164,7 @@ _NUMBA_ROWS = [
         "sparse_mla",
         "sparse_mla",
         first=Where(heads=frozenset(range(1, 33)), below_rows=SOME_ROWS),
+        takes=frozenset({"q_rope"}),
     ),
 ]
 

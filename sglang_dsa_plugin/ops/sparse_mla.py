@@ -62,11 +62,12 @@ def sparse_mla(
     if out is not None:
         _check.tensor(_OP, "out", out, (rows, heads, LATENT_DIM), (q.dtype,), q.device, "q")
     features = {"layout": layout, "heads": heads, "k": slots.shape[1], "dtype": q.dtype, "rows": rows}
-    run = support.resolve(_OP, device=q.device, impl=impl, **features)
+    chosen = support.choose(_OP, device=q.device, impl=impl, **features).implementation
+    run = chosen.load()
     arguments = (kv_rows, slots, scale, layout, kv_scale, sink, lengths, out)
     if q_rope is None:
         return run(q, *arguments)
-    if "q_rope" in support.choose(_OP, device=q.device, impl=impl, **features).implementation.takes:
+    if "q_rope" in chosen.takes:
         return run(q, *arguments, q_rope=q_rope)
     return run(torch.cat((q, q_rope), dim=-1), *arguments)
 

@@ -37,6 +37,7 @@ def sparse_mla(
     sink: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    q_rope: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.sparse_mla.sparse_mla`."""
     rows, heads, _ = q.shape
@@ -46,8 +47,11 @@ def sparse_mla(
     if not rows or not heads or not kv_rows.shape[0]:
         return out.zero_(), lse.fill_(-math.inf)
     even = heads + heads % 2  # heads are computed in pairs
-    q32 = torch.zeros(rows, even, ROW_DIM)
-    q32[:, :heads] = q.detach()
+    q32 = torch.empty(rows, even, ROW_DIM)
+    q32[:, heads:] = 0
+    q32[:, :heads, : q.shape[2]] = q.detach()
+    if q_rope is not None:
+        q32[:, :heads, LATENT_DIM:] = q_rope.detach()
     sums = torch.empty(rows, even, LATENT_DIM)
     flat, step = flat_bytes(kv_rows)
     many = np.full(rows, slots.shape[1]) if lengths is None else lengths.long().numpy()
