@@ -178,8 +178,8 @@ def operator_choices(
     support table.
 
     "sparse_mla" and "index_select_paged" are decode's, "sparse_mla_prefill" is that of calls with many rows, and
-    "index_select_prefill" is there where flags make it another one. dtype: of the model; heads: of a rank; index_heads,
-    topk: of the indexer. Raises Refusal for a flag whose kernel cannot run here.
+    "index_select_prefill" is there where it is another one. dtype: of the model; heads: of a rank; index_heads, topk:
+    of the indexer. Raises Refusal for a flag whose kernel cannot run here.
     """
     forced = flags.forced(layout, device)
 
@@ -207,11 +207,11 @@ def operator_choices(
         return replace(choice, reason=f"by {forced[use].flag}") if use in forced else choice
 
     many = support.MANY_ROWS
-    apart = {forced[use].implementation if use in forced else None for use in ("index_select_paged", INDEX_PREFILL)}
-    return {op: choose(op, 1) for op in DECODE_OPERATORS} | {
+    decode, picks = {op: choose(op, 1) for op in DECODE_OPERATORS}, choose(INDEX_PREFILL, many)
+    return decode | {
         "sparse_mla_prefill": choose("sparse_mla_prefill", many),
         "dense_mha": choose("dense_mha", many),
-        **({INDEX_PREFILL: choose(INDEX_PREFILL, many)} if len(apart) > 1 else {}),
+        **({INDEX_PREFILL: picks} if picks.name != decode["index_select_paged"].name else {}),
         **({"masked_mha": choose("masked_mha", many)} if device == "cpu" else {}),
     }
 

@@ -27,8 +27,8 @@ INDEX_MAX_K = 4096
 class Request:
     """What is asked of an operator; None where it does not matter or is not known yet.
 
-    rows: query rows, one of ROW_STEPS. packages: kernel packages to reckon with: those "installed" here, "all" of them,
-    or "none".
+    rows: query rows, one of ROW_STEPS; of index_select_paged those of a request on average. packages: kernel packages
+    to reckon with: those "installed" here, "all" of them, or "none".
     """
 
     device: str

@@ -45,7 +45,8 @@ def ragged(
     op = "index_scores.ragged"
     check_ragged(op, q, k, k_scale, gate, start, end)
     check_width(op, width)
-    run = support.resolve("index_scores_ragged", device=q.device, impl=impl, heads=q.shape[1], dtype=q.dtype)
+    features = {"heads": q.shape[1], "dtype": q.dtype, "rows": q.shape[0]}
+    run = support.resolve("index_scores_ragged", device=q.device, impl=impl, **features)
     return run(q, k, k_scale, gate, start, end, width)
 
 

@@ -2,7 +2,8 @@
 
     picks[r] = topk(scores[r], length[r], topk)          scores as in ops/index_scores.py, topk as in ops/select.py
 
-Equal to `select.topk(index_scores.ragged(...), end - start, topk)` bit for bit, and likewise for pages, but:
+Equal to `select.topk(index_scores.ragged(...), end - start, topk)` bit for bit with scores by the same implementation
+(each rounds them in its own way), and likewise for pages, but:
 - at most `budget_bytes` of f32 scores are alive at a time. Rows are split first; a row that is too long alone is scored
   in stretches of keys, keeping the best so far. The default is the budget of `settings`;
 - a row not longer than `topk` keeps every position: it is neither scored nor sorted.
@@ -46,7 +47,8 @@ def ragged(
     if offsets is not None:
         _check.index_tensor(op, "offsets", offsets, (q.shape[0],), q.device)
     budget = _check_picks(op, topk, init_tokens, local_tokens, budget_bytes)
-    run = support.resolve("index_select_ragged", device=q.device, impl=impl, heads=q.shape[1], k=topk, dtype=q.dtype)
+    features = {"heads": q.shape[1], "k": topk, "dtype": q.dtype, "rows": q.shape[0]}
+    run = support.resolve("index_select_ragged", device=q.device, impl=impl, **features)
     return run(q, k, k_scale, gate, start, end, topk, init_tokens, local_tokens, budget, offsets)
 
 
@@ -81,6 +83,7 @@ def paged(
         _check.fail(op, "page_size", f"{PAGE_SIZE}, the tokens of an index page", page_size)
     budget = _check_picks(op, topk, init_tokens, local_tokens, budget_bytes)
     features = {"device": q.device, "impl": impl, "heads": q.shape[1], "k": topk, "dtype": q.dtype}
+    features["rows"] = q.shape[0] // max(1, page_table.shape[0])
     run = support.resolve("index_select_paged", **features)
     arguments = (q, pages, gate, lengths, page_table, row_to_request, topk, init_tokens, local_tokens, budget)
     if slots_out is None:

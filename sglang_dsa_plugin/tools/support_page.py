@@ -11,17 +11,19 @@ from sglang_dsa_plugin.support_vendor import NOT_MEASURED
 
 GPUS = (80, 86, 89, 90, 100, 103, 120, 121)
 HEADS = (8, 16, 32, 64, 128)
+INDEX_HEADS = (16, 32, 64)
 # (model dtype, --kv-cache-dtype)
 POOLS = ((torch.bfloat16, "auto"), (torch.bfloat16, "bf16"), (torch.bfloat16, "fp8_e4m3"), (torch.float32, "auto"))
 
 _HEAD = """# What runs where
 
 Written from the support table (`sglang_dsa_plugin/support.py`); a test compares the two. A cell names the
-implementation that is chosen: `triton` and `torch` are this package's, `flash_mla` and `fa3` are kernels of packages
-that SGLang brings, called through checked adapters. `a / b` means a with the package installed, b without it. Head
-counts are those of one rank. Where dense prefill is `torch` on a GPU and sparse is not, short prompts run sparse
-instead. The choice does not depend on k from 64 to 4096, nor on the length of a request. Kernels of other packages
-that have not been measured to be faster are taken by name only; they have a table of their own below.
+implementation that is chosen: `triton` and `torch` are this package's, `flash_mla`, `fa3` and `deep_gemm` are kernels
+of packages that SGLang brings, called through checked adapters. `a / b` means a with the package installed, b without
+it. Head counts are those of one rank, for picks (scores and selection) those of the indexer; prefill means 256 rows or
+more, for picks 256 a request on average. Where dense prefill is `torch` on a GPU and sparse is not, short prompts run
+sparse instead. The choice does not depend on k from 64 to 4096, nor on the length of a request. Kernels of other
+packages that have not been measured to be faster are taken by name only; they have a table of their own below.
 """
 
 _BY_NAME = """## By name
@@ -47,13 +49,14 @@ def _cpu() -> Iterator[str]:
 
 
 def _table(device: str, sm: int | None) -> str:
-    columns = ("latent row", "decode", "prefill", "dense prefill", "scores and picks", "decode graph")
+    picks = ("picks, decode", "picks, prefill")
+    columns = ("latent row", "decode", "prefill", "dense prefill", *picks, "decode graph")
     lines = [f"| model, `--kv-cache-dtype` | {' | '.join(columns)} |", "| --- " * (len(columns) + 1) + "|"]
     for dtype, kv in POOLS:
         found = plan.plan_serving(model_dtype=dtype, kv_cache_dtype=kv, device=device, sm=sm)
         cells = [
             _over_heads(device, sm, dtype, found.latent.name, operator)
-            for operator in ("sparse_mla", "sparse_mla_prefill", "dense_mha", "index_select_paged")
+            for operator in ("sparse_mla", "sparse_mla_prefill", "dense_mha", "index_select_paged", plan.INDEX_PREFILL)
         ]
         graph = "yes" if found.capturable else "no"
         name = f"{str(dtype).removeprefix('torch.')}, {kv}"
@@ -62,17 +65,19 @@ def _table(device: str, sm: int | None) -> str:
 
 
 def _over_heads(device: str, sm: int | None, dtype: torch.dtype, layout: str, operator: str) -> str:
-    """Implementations by head count, in one cell: "triton, 64 and 128 heads flash_mla / triton"."""
+    """Implementations by head count (for picks the indexer's), in one cell: "triton, 64 heads flash_mla / triton"."""
+    index = plan.USES.get(operator) == "index_select_paged"
 
     def name(heads: int) -> str:
-        both = [
-            plan.operator_choices(device, layout, sm, dtype, heads, packages)[operator].name
-            for packages in ("all", "none")
-        ]
+        both = []
+        for packages in ("all", "none"):
+            found = plan.operator_choices(device, layout, sm, dtype, HEADS[0] if index else heads, packages, heads)
+            # Prefill's picks are there where they are by another implementation.
+            both.append((found.get(operator) or found["index_select_paged"]).name)
         return " / ".join(dict.fromkeys(both))
 
     groups: dict[str, list[int]] = {}
-    for heads in HEADS:
+    for heads in INDEX_HEADS if index else HEADS:
         groups.setdefault(name(heads), []).append(heads)
     usual = max(groups, key=lambda n: len(groups[n]))
     rest = [f"{_words(heads)} heads {found}" for found, heads in groups.items() if found != usual]

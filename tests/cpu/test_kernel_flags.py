@@ -143,17 +143,17 @@ FLAGS = ("prefill", "decode", "picker", "logits")
 @pytest.mark.parametrize(
     ("flags", "decode", "prefill"),
     [
-        ({}, "triton", None),
-        ({"topk": "sgl-kernel", "logits": "auto"}, "triton", None),
+        ({}, "triton", "deep_gemm"),
+        ({"topk": "sgl-kernel", "logits": "auto"}, "triton", "deep_gemm"),
         ({"topk": "torch"}, "torch_topk", None),
         ({"topk": "flashinfer"}, "flashinfer", None),
-        ({"logits": "deepgemm"}, "deep_gemm", "triton"),
+        ({"logits": "deepgemm"}, "deep_gemm", None),
         ({"logits": "deepgemm", "topk": "flashinfer"}, "deep_gemm_flashinfer", "flashinfer"),
         ({"logits": "deepgemm", "topk": "torch"}, "deep_gemm_torch_topk", "torch_topk"),
     ],
 )
 def test_index_flags(flags, decode, prefill):
-    """Scores of another package are for decode; the selection is for both phases."""
+    """The flag for scores is decode's, and the table takes DeepGEMM's in prefill; the selection is for both phases."""
     found = plan.plan_serving(
         model_dtype=BF16, device="cuda", sm=90, heads=16, index_heads=64, topk=2048, flags=KernelFlags(**flags)
     )

@@ -38,6 +38,17 @@ def test_few_rows_of_few_heads_run_on_one_thread_of_a_cpu():
     assert "worth it below 16 rows" in support.choose("sparse_mla", device="cpu", rows=16, heads=16).reason
 
 
+def test_deep_gemm_scores_prefill_where_it_was_measured():
+    def chosen(operator: str = "index_select_paged", **other: object) -> str:
+        asked = {"sm": 90, "heads": 64, "k": 2048, "dtype": torch.float8_e4m3fn, "rows": 256, "packages": "all"}
+        return support.choose(operator, device="cuda", **(asked | other)).name
+
+    assert chosen() == chosen("index_select_ragged") == chosen("index_scores_ragged") == "deep_gemm"
+    for other in ({"rows": 255}, {"heads": 32}, {"sm": 100}, {"dtype": torch.bfloat16}, {"packages": "none"}):
+        assert chosen(**other) == chosen("index_select_ragged", **other) == "triton", other
+    assert chosen("index_scores_paged") == "triton"
+
+
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="unknown operator 'nothing'"):
         support.choose("nothing", device="cpu")

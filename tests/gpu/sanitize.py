@@ -149,6 +149,7 @@ def _more_selection() -> Iterator[Case]:
         ("groups of rows", 150, 8, 2, 4 * 1024 * 20, True),
         ("one row over all processors", 1, 700, 1, None, False),
         ("whole rows in a program", 150, 90, 1, None, True),
+        ("many rows of each request", 530, 8, 2, None, True),
     ):
         given = _scoring_inputs(rows, 16, pages, requests, FP8)
 

@@ -98,6 +98,78 @@ def test_deep_gemm_scores_with_our_selection(slots, budget):
     assert torch.equal(got.cpu(), want)
 
 
+def prefill_problem(rows, heads, keys, requests, kind=indexer_inputs.exact, seed=0):
+    """As paged_problem, with rows of a request together and requests that are short but for the first; the page table
+    past a request's end holds anything, and so do queries and gates of rows not longer than 256.
+    """
+    made, (q, pages, gate, _, table, _), _ = paged_problem(rows, heads, keys, kind, requests, seed)
+    owner = torch.arange(rows, dtype=torch.int32) * requests // rows
+    most = torch.tensor([keys, *(keys // 3 + 77 * i for i in range(1, requests))]).clamp(max=keys)
+    back = torch.arange(rows - 1, -1, -1) % -(-rows // requests)
+    lengths = (most[owner.long()] - back).clamp(min=0).int()
+    lengths[5], lengths[6], lengths[-1] = 0, 1, 256
+    table[torch.arange(keys // 64) >= -(-most // 64).unsqueeze(1)] = -1
+    gpu = [t.cuda() for t in (q, pages, gate, lengths, table, owner)]
+    gpu[2][gpu[3] <= 256] = math.nan
+    return made, (q, pages, gate, lengths, table.clamp(min=0), owner), gpu
+
+
+@pytest.mark.parametrize("heads", [16, 32, 64])
+@pytest.mark.parametrize("forced", [(0, 0), (4, 64)])
+@pytest.mark.parametrize("budget_rows", [None, 300, 17])
+def test_prefill_from_gathered_keys(heads, forced, budget_rows):
+    """Against fp64, in one group of rows and in several, as positions, as slots and as both."""
+    skip_unless_here("index_select_paged", "deep_gemm", heads=heads, k=256, dtype=FP8)
+    made, arguments, gpu = prefill_problem(800, heads, 1024, 3)
+    lengths, table, owner = arguments[3:]
+    want = select.reference(scores_of(made, arguments, 1024), lengths, 256, None, *forced).cuda()
+    slots = select.reference_slots(want.cpu(), table, owner).cuda()
+    keys = 3 * 1024 * 132
+    budget = None if budget_rows is None else max(2 * keys, keys + 4096 * budget_rows)
+    options = {"init_tokens": forced[0], "local_tokens": forced[1], "budget_bytes": budget, "impl": "deep_gemm"}
+    beside = torch.empty(800, 256, dtype=torch.int32, device="cuda")
+    assert torch.equal(index_select.paged(*gpu, 256, **options), want)
+    assert torch.equal(index_select.paged(*gpu, 256, slots=True, **options), slots)
+    assert torch.equal(index_select.paged(*gpu, 256, slots_out=beside, **options), want) and torch.equal(beside, slots)
+
+
+@pytest.mark.parametrize(("rows", "keys", "requests"), [(4096, 32768, 1), (4000, 50048, 8), (2100, 131072, 2)])
+def test_long_prefill_as_ours_within_the_budget(rows, keys, requests):
+    """Scores that are exact, so that both pick the same; the memory that is added is the budget and the result."""
+    skip_unless_here("index_select_paged", "deep_gemm", heads=64, k=2048, dtype=FP8)
+    _, _, gpu = prefill_problem(rows, 64, keys, requests)
+    want = index_select.paged(*gpu, 2048, impl="triton")
+    index_select.paged(*gpu, 2048, impl="deep_gemm")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before, budget = torch.cuda.memory_allocated(), 256 << 20
+    got = index_select.paged(*gpu, 2048, budget_bytes=budget, impl="deep_gemm")
+    torch.cuda.synchronize()
+    more = torch.cuda.max_memory_allocated() - before
+    assert torch.equal(got, want)
+    assert more <= budget + got.nbytes + (4 << 20), f"{more >> 20} MiB"
+
+
+def test_prefill_is_by_deep_gemm_unasked():
+    """Where it was measured faster; the other operators of the same scores as well."""
+    skip_unless_here("index_select_paged", "deep_gemm", heads=64, k=2048, dtype=FP8)
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("measured on SM 9.0 only")
+    made, _, gpu = prefill_problem(600, 64, 4096, 1, indexer_inputs.normal)
+    by_name = index_select.paged(*gpu, 2048, impl="deep_gemm")
+    assert torch.equal(index_select.paged(*gpu, 2048), by_name)
+    k, scale = made.k.cuda(), made.k_scale.cuda()
+    end = torch.arange(4096 - 600, 4096, device="cuda").int()
+    start, offsets = torch.zeros_like(end), torch.arange(600, device="cuda")
+    arguments = (gpu[0], k, scale, gpu[2].nan_to_num(), start, end, 2048, offsets)
+    by_name = index_select.ragged(*arguments, impl="deep_gemm")
+    assert torch.equal(index_select.ragged(*arguments), by_name)
+    ours = index_select.ragged(*arguments, impl="triton")
+    common = [len(set(a) & set(b)) / 2048 for a, b in zip(by_name.tolist(), ours.tolist())]
+    assert min(common) > 0.99  # scores are rounded differently: a few of the last picks may change places
+
+
 # Selection
 
 K_OF = [("sgl_kernel", 2048), ("torch_topk", 64), ("torch_topk", 4096)]

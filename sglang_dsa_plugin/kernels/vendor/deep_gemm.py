@@ -12,7 +12,8 @@ but the key's folded in. What it needs and how the operator's rules are met:
 - columns outside a row's window are left as they are, junk or not: they are replaced with -inf;
 - keys at an address that is a multiple of 16, as whole tensors have it.
 It compiles a kernel at its first call for a number of heads, which takes seconds and must not fall into the recording
-of a CUDA graph; SGLang runs every shape once before it records it.
+of a CUDA graph; SGLang runs every shape once before it records it. `ragged` has one kernel for all shapes of a model,
+which the warm-up's first long prompt brings (adapter/hooks/warmup.py).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from sglang_dsa_plugin.cache.layouts import INDEX_DIM, PAGE_SIZE
 _ROWS = 2048
 _ROWS_PER_PROCESSOR_FROM = 10  # major compute capability
 _KEY_BYTES = INDEX_DIM + 4
+_ROWS_AND_HEADS = 128
+_COLUMNS = 256
 
 
 def ragged(
@@ -43,17 +46,49 @@ def ragged(
         width = max(0, int((end - start).max())) if len(q) else 0
     if not q.shape[0] or not width or not k.shape[0]:
         return _nothing(q, width)
+    lengths = (end - start).clamp(min=0, max=width)
+    scores = ragged_scores(q, k, k_scale, gate, *windows(start, lengths, k.shape[0]), width)
+    return _outside(scores, lengths)
+
+
+def windows(start: torch.Tensor, lengths: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """First key and the one after the last, int32 [R] each, as DeepGEMM takes them: inside the keys, never empty."""
+    first = start.clamp(min=0, max=keys - 1).to(torch.int32)
+    return first, (first + lengths.clamp(min=1)).clamp(max=keys).to(torch.int32)
+
+
+def ragged_scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    gate: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    width: int,
+) -> torch.Tensor:
+    """f32 [R, width] whose columns past a row's window hold anything; first, last: of `windows`. Reads nothing on the
+    host. At least one row, key and column; its rows take `score_row_bytes` of memory each.
+    """
     import deep_gemm
 
     q, gate = _padded(q, gate)
-    lengths = (end - start).clamp(min=0, max=width)
-    first = start.clamp(min=0, max=k.shape[0] - 1).to(torch.int32)
-    last = (first + lengths.clamp(min=1)).clamp(max=k.shape[0]).to(torch.int32)
     # With a largest length given, column 0 of a row is the first key of its window, as here.
     scores = deep_gemm.fp8_mqa_logits(
         q, (k.contiguous(), k_scale.contiguous()), gate, first, last, clean_logits=False, max_seqlen_k=width
     )
-    return _outside(scores[:, :width], lengths)
+    return scores[:, :width]
+
+
+def score_row_bytes(width: int) -> int:
+    """Memory of a row of `ragged_scores`: its columns are a multiple of 256."""
+    return 4 * -(-width // _COLUMNS) * _COLUMNS
+
+
+def rows_at_once(heads: int) -> int:
+    """Rows that `ragged_scores` works on at a time: a processor takes 128 / heads of them, with all their keys."""
+    import deep_gemm
+
+    return _ROWS_AND_HEADS // _padded_heads(heads) * deep_gemm.get_num_sms()
 
 
 def paged(
@@ -120,12 +155,16 @@ def paged_scores(
 
 def _padded(q: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """q [R, H, 128] and gate [R, H] with 32 or 64 heads, contiguous."""
-    more = (32 if q.shape[1] <= 32 else 64) - q.shape[1]
+    more = _padded_heads(q.shape[1]) - q.shape[1]
     if more:
         # Padding is not defined for fp8; its zero is the zero byte.
         q = pad(q.view(torch.uint8), (0, 0, 0, more)).view(q.dtype)
         gate = pad(gate, (0, more))
     return q.contiguous(), gate.contiguous()
+
+
+def _padded_heads(heads: int) -> int:
+    return 32 if heads <= 32 else 64
 
 
 def _outside(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

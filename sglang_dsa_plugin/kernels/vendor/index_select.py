@@ -1,19 +1,62 @@
-"""`ops.index_select.paged` with scores or selection of another package, the other half ours.
+"""`ops.index_select` with scores or selection of another package, the other half ours.
 
-Rows are worked off in groups within the budget. Unlike our own it scores short rows, too, and does not split one row:
-a budget below the scores of a single row is refused.
+Rows are worked off in groups whose scores, with what the selection needs, fit the budget. What else is alive:
+
+- prefill with scores by DeepGEMM (`gathered`, `ragged`): its kernel for many rows reads keys that lie in one piece, so
+  the keys of the batch's requests are gathered from their pages first, 132 bytes a token of the page table, once a call
+  and for all of its rows: 53 MB for eight requests of 50,000 tokens. They count towards the budget. No length is read
+  on the host, so every request takes the room of the longest. Where they would take more than half of the budget, or
+  what is left does not hold the scores of a row, scores are Triton's and nothing is gathered. Columns of scores count
+  from the first key of a row's own request, so they are as wide as the longest request, not as all together. Rows of a
+  request should lie together: the kernel reads all keys between those of its neighbours in a group of 128 / heads rows.
+- `paged`: a copy of the page table's row for each row; scores only count. It scores short rows, too, does not split
+  one row, and refuses a budget below the scores of a single row.
 """
 
 from __future__ import annotations
 
 import torch
 
-from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
-from sglang_dsa_plugin.kernels.torch_impl.select import identity
+from sglang_dsa_plugin.cache.layouts import FP8, INDEX_DIM, PAGE_SIZE
+from sglang_dsa_plugin.kernels.torch_impl.select import add_offsets, identity
+from sglang_dsa_plugin.support_row import MANY_ROWS
 
 from . import deep_gemm, topk
 
 _COPIES = 4  # of the scores of a group that are alive while another package selects from them
+_KEY_BYTES = INDEX_DIM + 4
+_ALIGNED_ROWS = 16
+
+
+def ragged(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    gate: torch.Tensor,
+    start: torch.Tensor,
+    end: torch.Tensor,
+    k_picks: int,
+    init_tokens: int,
+    local_tokens: int,
+    budget_bytes: int,
+    offsets: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`ops.index_select.ragged` for e4m3 q and k, scores by DeepGEMM: positions int32 [R, k_picks], plus `offsets`. A
+    budget too small for the scores of one row is served by Triton.
+    """
+    lengths, width = (end - start).clamp(min=0).to(torch.int32), k.shape[0]
+    if width <= k_picks:
+        picks = identity(lengths, k_picks)
+        return picks if offsets is None else add_offsets(picks, offsets)
+    group = _group(q, width, k_picks, budget_bytes)
+    if not group:
+        from sglang_dsa_plugin.kernels.triton import index_select
+
+        return index_select.ragged(
+            q, k, k_scale, gate, start, end, k_picks, init_tokens, local_tokens, budget_bytes, offsets
+        )
+    forced = (init_tokens, local_tokens)
+    return _by_windows(q, k, k_scale, gate, start, lengths, width, k_picks, forced, group, offsets=offsets)
 
 
 def paged(
@@ -28,11 +71,13 @@ def paged(
     local_tokens: int,
     budget_bytes: int,
     slots: bool = False,
+    slots_out: torch.Tensor | None = None,
     *,
     scores: str,
     selection: str,
 ) -> torch.Tensor:
-    """Picks int32 [R, k]: positions, or slots. scores: deep_gemm or triton. selection: triton, or a name of topk.py.
+    """Picks int32 [R, k]: positions, or slots; or positions, and slots to `slots_out`. scores: deep_gemm or triton.
+    selection: triton, or a name of topk.py.
 
     Raises ValueError where `budget_bytes` does not hold the scores of one row.
     """
@@ -41,7 +86,12 @@ def paged(
     rows, width = q.shape[0], page_table.shape[1] * PAGE_SIZE
     if width <= k:
         picks = identity(lengths, k)
+        if slots_out is not None:
+            select.positions_to_slots(picks, page_table, row_to_request, PAGE_SIZE, out=slots_out)
         return select.positions_to_slots(picks, page_table, row_to_request, PAGE_SIZE) if slots else picks
+    forced = (init_tokens, local_tokens)
+    if (scores, selection) == ("deep_gemm", "triton") and rows >= MANY_ROWS * page_table.shape[0]:
+        return _gathered(q, pages, gate, lengths, page_table, row_to_request, k, forced, budget_bytes, slots, slots_out)
     a_row = 4 * width * (1 if selection == "triton" else _COPIES)
     if budget_bytes < a_row:
         raise ValueError(
@@ -54,15 +104,117 @@ def paged(
     for top in range(0, rows, step):
         part = slice(top, top + step)
         sizes, owners = lengths[part], row_to_request[part]
+        beside = None if slots_out is None else slots_out[part]
         found = _scores(scores, q[part], pages, gate[part], sizes, page_table, owners, width)
-        forced = (None, init_tokens, local_tokens)
         if selection == "triton":
-            where = (page_table, owners, PAGE_SIZE) if slots else None
-            select.select_rows(found, sizes, k, *forced, slots=where, out=picks[part])
+            where = (page_table, owners, PAGE_SIZE) if slots or beside is not None else None
+            select.select_rows(found, sizes, k, None, *forced, slots=where, out=picks[part], slots_out=beside)
         else:
-            chosen = topk.topk(found, sizes, k, *forced, by=selection)
+            chosen = topk.topk(found, sizes, k, None, *forced, by=selection)
+            if beside is not None:
+                select.positions_to_slots(chosen, page_table, owners, PAGE_SIZE, out=beside)
             picks[part] = select.positions_to_slots(chosen, page_table, owners, PAGE_SIZE) if slots else chosen
+        del found  # or it would still be there while the next group's are made
     return picks
+
+
+def _gathered(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    gate: torch.Tensor,
+    lengths: torch.Tensor,
+    page_table: torch.Tensor,
+    row_to_request: torch.Tensor,
+    k: int,
+    forced: tuple[int, int],
+    budget_bytes: int,
+    slots: bool,
+    slots_out: torch.Tensor | None,
+) -> torch.Tensor:
+    """`paged` for many rows a request, from keys in one piece, or by Triton where these take too much room."""
+    requests, covered = page_table.shape
+    width = covered * PAGE_SIZE
+    key_bytes = requests * width * _KEY_BYTES
+    group = _group(q, width, k, budget_bytes - key_bytes) if 2 * key_bytes <= budget_bytes and len(pages) else 0
+    if not group:
+        from sglang_dsa_plugin.kernels.triton import index_select
+
+        return index_select.paged(
+            q, pages, gate, lengths, page_table, row_to_request, k, *forced, budget_bytes, slots, slots_out
+        )
+    start = row_to_request * width
+    where = (page_table, row_to_request) if slots or slots_out is not None else None
+    return _by_windows(q, *_keys_of(pages, page_table), gate, start, lengths, width, k, forced, group, where, slots_out)
+
+
+def _keys_of(pages: torch.Tensor, page_table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys e4m3 [B * tokens, 128] and their scales f32 [B * tokens] of the tokens that page_table [B, pages] covers,
+    request after request. Entries outside the pages, past a request's end, give some page's.
+    """
+    which = page_table.flatten().clamp(min=0, max=pages.shape[0] - 1)
+    words = pages.view(torch.int32)  # bytes would be copied one by one
+    keys = words[:, : PAGE_SIZE * INDEX_DIM // 4].index_select(0, which)
+    scales = words[:, PAGE_SIZE * INDEX_DIM // 4 :].index_select(0, which)
+    return keys.view(torch.uint8).view(-1, INDEX_DIM).view(FP8), scales.view(torch.float32).flatten()
+
+
+def _by_windows(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    scales: torch.Tensor,
+    gate: torch.Tensor,
+    start: torch.Tensor,
+    lengths: torch.Tensor,
+    width: int,
+    k: int,
+    forced: tuple[int, int],
+    group: int,
+    table: tuple[torch.Tensor, torch.Tensor] | None = None,
+    slots_out: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Picks int32 [R, k] among the lengths[r] keys from start[r] on, `group` rows at a time. table: (page_table,
+    row_to_request), for slots instead of positions, or to `slots_out` beside them.
+    """
+    from sglang_dsa_plugin.kernels.triton import select
+
+    picks = torch.empty((q.shape[0], k), dtype=torch.int32, device=q.device)
+    # A row that keeps every key is scored as if it had one, which is the least that DeepGEMM takes.
+    scored = torch.where(lengths > k, lengths, 1).clamp(max=width)
+    first, last = deep_gemm.windows(start, scored, keys.shape[0])
+    for top in range(0, q.shape[0], group):
+        part = slice(top, top + group)
+        found = deep_gemm.ragged_scores(q[part], keys, scales, gate[part], first[part], last[part], width)
+        select.select_rows(
+            found,
+            lengths[part],
+            k,
+            None,
+            *forced,
+            slots=None if table is None else (table[0], table[1][part], PAGE_SIZE),
+            offsets=None if offsets is None else offsets[part],
+            out=picks[part],
+            slots_out=None if slots_out is None else slots_out[part],
+        )
+        del found  # or it would still be there while the next group's are made
+    return picks
+
+
+def _group(q: torch.Tensor, width: int, k: int, bytes_left: int) -> int:
+    """Rows whose scores and selection fit `bytes_left`, 0 where not even one does: as many as occupy all processors a
+    whole number of times, if there are that many, since one row's keys are never shared out.
+    """
+    from sglang_dsa_plugin.kernels.triton import index_tables
+
+    rows, heads, _ = q.shape
+    lists = index_tables.select_tiles(index_tables.gpu_of(q.device), rows, width, k).list_bytes
+    # As in our own: a budget too small for the selection's lists is kept by the scores alone.
+    left = bytes_left - lists if bytes_left > 4 * lists else bytes_left
+    most = max(0, left) // deep_gemm.score_row_bytes(width)
+    if most >= rows:
+        return rows
+    unit = next((unit for unit in (deep_gemm.rows_at_once(heads), _ALIGNED_ROWS) if most >= unit), 1)
+    return most - most % unit
 
 
 def _scores(

@@ -4,7 +4,10 @@ The launch code runs on tensors without memory, as on an H200, and instead of a 
 compiles by: the kernel, its constants, the kinds of its tensors, and which of its numbers are 1 or a multiple of 16.
 """
 
+import functools
 import random
+import sys
+import types
 
 import pytest
 import torch
@@ -23,6 +26,8 @@ from sglang_dsa_plugin.kernels.triton import (
     sparse_mla_hopper,
     sparse_mla_hopper_fp8,
 )
+from sglang_dsa_plugin.kernels.vendor import index_select as vendor_select
+from sglang_dsa_plugin.support import MANY_ROWS
 
 H200 = index_tables.Gpu("cuda", 90, 132, 227)
 KERNELS = [
@@ -67,6 +72,11 @@ class Recorder:
         return "1" if value == 1 else "16" if value % 16 == 0 else "int"
 
 
+def scores_of_deep_gemm(q, kv, weights, ks, ke, clean_logits, max_seqlen_k):
+    """Its result's shape; its own kernel is one for all shapes."""
+    return weights.new_empty(len(q), -(-max_seqlen_k // 256) * 256)[:, :max_seqlen_k]
+
+
 @pytest.fixture
 def seen(monkeypatch):
     """The set that the recorders fill, with the tables of an H200."""
@@ -74,12 +84,16 @@ def seen(monkeypatch):
     for module, name in KERNELS:
         monkeypatch.setattr(module, name, Recorder(getattr(module, name), found))
     monkeypatch.setattr(index_tables, "gpu_of", lambda device: H200)
+    package = types.SimpleNamespace(fp8_mqa_logits=scores_of_deep_gemm, get_num_sms=lambda: H200.processors)
+    monkeypatch.setitem(sys.modules, "deep_gemm", package)
     monkeypatch.setattr(sparse_mla, "_device", lambda device: (90, 132, "cvt"))
     return found
 
 
-def step(rows, requests, longest, topk, heads, layout, index_heads=64):
-    """One layer of a step of `rows` rows from `requests` requests, the longest of `longest` tokens."""
+def step(rows, requests, longest, topk, heads, layout, scores, index_heads=64):
+    """One layer of a step of `rows` rows from `requests` requests, the longest of `longest` tokens. scores: of prefill,
+    with DeepGEMM or without.
+    """
 
     def empty(*shape, dtype=torch.int32):
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -93,7 +107,10 @@ def step(rows, requests, longest, topk, heads, layout, index_heads=64):
     front = (key, norm, norm, 1e-6, query, weights, where, cos_sin, "half", FP8, lengths, topk)
     q, gate = index_front.store_and_prepare(keys, where, *front)
     slots = empty(rows, topk)
-    picks = index_select.paged(q, keys, gate, lengths, table, owner, topk, 0, 0, BUDGET, slots_out=slots)
+    run = index_select.paged
+    if scores == "deep_gemm" and rows // requests >= MANY_ROWS:
+        run = functools.partial(vendor_select.paged, scores="deep_gemm", selection="triton")
+    picks = run(q, keys, gate, lengths, table, owner, topk, 0, 0, BUDGET, slots_out=slots)
     # Picks of rows that keep every token.
     select.positions_to_slots(picks, table, owner, 64)
     spec = LATENT_LAYOUTS[layout]
@@ -116,18 +133,18 @@ def steps_of_the_warmup(topk, chunk, context):
 
 
 @pytest.mark.parametrize(
-    ("topk", "heads", "layout", "context", "longest"),
+    ("topk", "heads", "layout", "scores", "context", "longest"),
     [
-        (256, 16, "bf16_1152", 7024, 6000),
-        (2048, 8, "fp8_656", 7024, 6000),
-        (2048, 16, "bf16_1152", 131072, 45_000),
-        (2048, 128, "bf16_1152", 131072, 45_000),
-        (2048, 64, "fp8_656", 131072, 45_000),
+        (256, 16, "bf16_1152", "deep_gemm", 7024, 6000),
+        (2048, 8, "fp8_656", "triton", 7024, 6000),
+        (2048, 16, "bf16_1152", "deep_gemm", 131072, 45_000),
+        (2048, 128, "bf16_1152", "triton", 131072, 45_000),
+        (2048, 64, "fp8_656", "deep_gemm", 131072, 45_000),
     ],
 )
-def test_no_prompt_meets_a_kernel_that_is_not_there(seen, topk, heads, layout, context, longest):
+def test_no_prompt_meets_a_kernel_that_is_not_there(seen, topk, heads, layout, scores, context, longest):
     chunk, rng = 8192, random.Random(0)
-    model = (topk, heads, layout)
+    model = (topk, heads, layout, scores)
     for batch in GRAPHS:
         step(batch, batch, context, *model)
     only_graphs = len(seen)

@@ -30,6 +30,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
 
 else:
+    from sglang_dsa_plugin.kernels.triton import index_select as triton_select
     from sglang_dsa_plugin.kernels.triton.slot_prefix import slot_prefix
     from sglang_dsa_plugin.kernels.vendor import deep_gemm, fa3, flash_mla, topk, trtllm
     from sglang_dsa_plugin.kernels.vendor import index_select as vendor_select
@@ -224,6 +225,92 @@ else:
         whole = vendor_select.paged(*arguments[:6], 400, 0, 0, budget, slots, scores=scores, selection=selection)
         want = index_select.reference_paged(*arguments[:6], 400, slots=slots)
         assert torch.equal(whole, want)
+
+    # Prefill: keys in one piece
+
+    def prefill_problem(rows=40, seed=0):
+        """Three requests of very different lengths in turn, padding in the page table; scores exact in float32."""
+        _, (q, pages, gate, _, table, _) = index_problem(32)
+        g = generator(seed)
+        q, gate = q.repeat(5, 1, 1)[:rows], gate.repeat(5, 1)[:rows]
+        gate = gate + torch.randint(0, 3, gate.shape, generator=g)
+        owner = torch.arange(rows, dtype=torch.int32) * 3 // rows
+        most = torch.tensor([320, 40, 190], dtype=torch.int32)
+        lengths = (most[owner] - torch.arange(rows - 1, -1, -1) % 30).clamp(min=0).int()
+        table = table.clone()
+        table[1, 1:], table[2, 3:] = -1, 10**6
+        return q, pages, gate, lengths, table, owner
+
+    @pytest.fixture
+    def gathers(monkeypatch):
+        """Every call is one for many rows; the rows and columns that DeepGEMM is called with."""
+        calls = []
+        vendor_fakes.install(monkeypatch, vendor_fakes.deep_gemm(0, calls))
+        monkeypatch.setattr(vendor_select, "MANY_ROWS", 1)
+        return calls
+
+    @pytest.mark.parametrize("form", ["positions", "slots", "both"])
+    @pytest.mark.parametrize("forced", [(0, 0), (2, 3)])
+    def test_gathered_keys_give_the_picks_of_their_pages(gathers, form, forced):
+        q, pages, gate, lengths, table, owner = prefill_problem()
+        valid = table.clamp(0, len(pages) - 1)
+        beside = torch.empty(len(q), 64, dtype=torch.int32) if form == "both" else None
+        got = vendor_select.paged(
+            q, pages, gate, lengths, table, owner, 64, *forced, 1 << 20, form == "slots", beside,
+            scores="deep_gemm", selection="triton",
+        )  # fmt: skip
+        want = index_select.reference_paged(
+            q, pages, gate, lengths, valid, owner, 64, init_tokens=forced[0], local_tokens=forced[1]
+        )
+        slots = select.reference_slots(want, valid, owner)
+        assert torch.equal(got, slots if form == "slots" else want)
+        assert beside is None or torch.equal(beside, slots)
+        assert gathers == [(40, 320)], "as wide as the longest request"
+
+    @pytest.mark.parametrize("missing", [0, 1])
+    def test_scores_and_gathered_keys_share_the_budget(monkeypatch, gathers, missing):
+        """Keys of 132 bytes may take half of it; where they take more, all is Triton's."""
+        asked = []
+        monkeypatch.setattr(triton_select, "paged", lambda *given: asked.append(given[6:]))
+        budget = 2 * 3 * 320 * 132 - missing
+        found = vendor_select.paged(*prefill_problem(), 64, 2, 3, budget, scores="deep_gemm", selection="triton")
+        if missing:
+            assert asked == [(64, 2, 3, budget, False, None)] and not gathers
+        else:
+            assert found.shape == (40, 64) and not asked and gathers
+
+    @pytest.mark.parametrize(("room", "group"), [(99, 40), (40, 40), (39, 32), (17, 16), (11, 11), (1, 1), (0, 0)])
+    def test_groups_occupy_every_processor(gathers, room, group):
+        """A processor takes 4 rows of 32 heads, and there are 4 of them; a row of 320 columns takes 512."""
+        q = torch.empty(40, 32, 128)
+        assert vendor_select._group(q, 320, 64, room * 2048) == group
+        assert vendor_select._group(q, 320, 64, room * 2048 + 2047) == group
+        assert vendor_select._group(q, 320, 64, -1) == 0
+
+    def test_ragged_in_groups(monkeypatch, gathers):
+        (_, k, scale, _), _ = index_problem(32, count=320)
+        q, _, gate, lengths, _, _ = prefill_problem()
+        start = torch.arange(40, dtype=torch.int32) % 5
+        end = (start + lengths - 4).clamp(max=320)
+        offsets = torch.arange(40) * 1000
+        arguments = (q, k, scale, gate, start, end, 64, 2, 3)
+        got = vendor_select.ragged(*arguments, 17 * 2048, offsets)
+        want = index_select.reference_ragged(*arguments[:7], offsets, 2, 3)
+        assert torch.equal(got, want) and gathers == [(16, 320), (16, 320), (8, 320)]
+        monkeypatch.setattr(triton_select, "ragged", lambda *given: given[6:])
+        assert vendor_select.ragged(*arguments, 2047, offsets) == (64, 2, 3, 2047, offsets)
+
+    def test_short_rows_alone_are_never_scored(gathers):
+        arguments = prefill_problem()
+        (q, pages, gate, lengths, table, owner), k = arguments, 320
+        got = vendor_select.paged(*arguments, k, 0, 0, 1 << 20, scores="deep_gemm", selection="triton")
+        place = torch.arange(k, dtype=torch.int32)
+        assert torch.equal(got, torch.where(place < lengths.unsqueeze(1), place, -1)) and not gathers
+        nothing = vendor_select.paged(
+            q[:0], pages, gate[:0], lengths[:0], table[:0], owner[:0], 64, 0, 0, 1 << 20,
+            scores="deep_gemm", selection="triton",
+        )  # fmt: skip
+        assert nothing.shape == (0, 64) and not gathers
 
     def test_a_budget_below_one_row_is_refused():
         _, arguments = index_problem(32)

@@ -100,8 +100,9 @@ def flashinfer():
     return {"flashinfer": package, "flashinfer.decode": attention}
 
 
-def deep_gemm(most_rows):
-    """most_rows: rows a paged call takes."""
+def deep_gemm(most_rows, calls=None):
+    """most_rows: rows a paged call takes. calls: collects rows and columns of the calls over keys in one piece."""
+    calls = [] if calls is None else calls
 
     def junk(*shape):
         return torch.full(shape, math.nan)
@@ -113,7 +114,9 @@ def deep_gemm(most_rows):
         assert (ke > ks).all() and (ks >= 0).all() and (ke <= len(k)).all() and (ke - ks <= max_seqlen_k).all()
         want = index_scores.reference_ragged(q, k, scale, weights, ks, ke, max_seqlen_k).float()
         inside = torch.arange(max_seqlen_k) < (ke - ks).unsqueeze(1)
-        return torch.where(inside, want, junk(len(q), max_seqlen_k))
+        calls.append((len(q), max_seqlen_k))
+        found = junk(len(q), -(-max_seqlen_k // 256) * 256)[:, :max_seqlen_k]
+        return found.copy_(torch.where(inside, want, found))
 
     def metadata(lengths, page, processors):
         assert lengths.dtype == torch.int32 and lengths.shape[1] == 1 and (lengths >= 1).all() and page == 64
