@@ -23,7 +23,7 @@ def probe(tmp_path, monkeypatch):
     """live_capture.py, writing to tmp_path; what it wraps is put back afterwards."""
     for module, name in ((sparse_mla, "sparse_mla"), (dense_mha, "dense_mha"), (index_select, "paged")):
         monkeypatch.setattr(module, name, getattr(module, name))
-    monkeypatch.setattr(support, "resolve", support.resolve)
+    monkeypatch.setattr(support, "choose", support.choose)
     monkeypatch.setenv("DSA_TEST_CAPTURE", str(tmp_path))
     spec = importlib.util.spec_from_file_location("live_capture", Path(capture.PROBE) / "live_capture.py")
     loaded = importlib.util.module_from_spec(spec)

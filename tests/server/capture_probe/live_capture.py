@@ -32,13 +32,14 @@ def hook_backend(module):
     from sglang_dsa_plugin import support
     from sglang_dsa_plugin.ops import dense_mha, sparse_mla
 
-    resolve = support.resolve
+    choose = support.choose
 
     def noting(operator, **asked):
-        _chosen[operator] = support.choose(operator, **asked).name
-        return resolve(operator, **asked)
+        choice = choose(operator, **asked)
+        _chosen[operator] = choice.name
+        return choice
 
-    support.resolve = noting
+    support.choose = noting
     sparse, backend = module.DsaBackend._sparse, module.DsaBackend
     extend = backend.forward_extend
 
