@@ -203,7 +203,7 @@ def test_a_real_case_is_measured_and_says_what_ours_took():
     assert not torch.equal(one.make(Maker(CPU, 0)).q_rope, one.make(Maker(CPU, 1)).q_rope)
     result = bench_run.measure(one, FakeClock(2e-6, 1e-6), CPU, 5, l2_bytes=1, impl="torch")
     assert result.failed is None and result.missing == "no CUDA device"
-    operators = {"index_keys_store", "index_queries", "index_select_paged", "positions_to_slots", "sparse_mla"}
+    operators = {"index_front", "index_select_paged", "sparse_mla"}
     assert operators <= set(result.by) and set(result.by.values()) == {"torch"}
 
 
