@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
-from sglang_dsa_plugin.support_row import HEADS, INDEX_MAX_K, MANY_ROWS, TRITON_SMS, Implementation, Where
+from sglang_dsa_plugin.support_row import HEADS, INDEX_MAX_K, MANY_ROWS, SOME_ROWS, TRITON_SMS, Implementation, Where
 
 _VENDOR = "sglang_dsa_plugin.kernels.vendor"
 _BF16 = frozenset({torch.bfloat16})
 _HOPPER = frozenset({90})
 _BLACKWELL = frozenset({100, 103})
 _BY_NAME = Where(sm=frozenset())
+_MANY_HEADS = frozenset(range(49, 129))
 _MANY_INDEX_ROWS = Where(sm=_HOPPER, heads=frozenset({64}), min_rows=MANY_ROWS)
 NOT_MEASURED = "; not measured yet, taken by name only"
 
@@ -20,12 +21,17 @@ NOT_MEASURED = "; not measured yet, taken by name only"
 # faster than ours there (docs/benchmarks.md). All others are taken by name only, or where a GPU's own measured choices
 # (tuned.py) name them. To move one, add or change its entry.
 MEASURED: dict[tuple[str, str], Where] = {
-    ("sparse_mla", "flash_mla"): Where(sm=_HOPPER, heads=frozenset(range(49, 129)), min_rows=MANY_ROWS),
+    ("sparse_mla", "flash_mla"): Where(sm=_HOPPER, heads=_MANY_HEADS, min_rows=MANY_ROWS),
+    # H200, S = 32K, k = 2048, 2026-11-30, microseconds of theirs against ours: bf16 64 heads 18.0 / 22.2 (B = 1),
+    # 30.6 / 65.6 (16), 66.6 / 214 (64), 128 heads 18.9 / 23.2, 36.7 / 111, 70.2 / 399; fp8 64 heads 18.2 / 13.2,
+    # 29.9 / 51.6, 74.5 / 168, 128 heads 18.1 / 18.2, 38.3 / 89.4, 88.6 / 314, prefill of 4096 rows 2841 / 9647 and
+    # 4984 / 19074. What their adapters add takes the small gain of a single row.
+    ("sparse_mla", "fa3"): Where(sm=_HOPPER, heads=_MANY_HEADS, min_rows=SOME_ROWS),
+    ("sparse_mla", "flash_mla_kv"): Where(sm=_HOPPER, heads=_MANY_HEADS, min_rows=SOME_ROWS),
     ("dense_mha", "fa3"): Where(sm=_HOPPER),
-    # H200, 64 heads, T = 4096, 2026-11-30, microseconds of DeepGEMM against ours: scores at S = 32K 1997 / 2633; scores
-    # and selection at S = 128K 9682 / 12457, there with a selection that takes 1002 where ours takes 906 to 1037. Rows
-    # of a paged call are those of a request on average: with fewer, gathering the keys costs what scoring gains.
-    ("index_scores_ragged", "deep_gemm"): _MANY_INDEX_ROWS,
+    # H200, 64 heads, T = 4096, S = 128K, 2026-11-30: scores and selection 12457 us ours, 10710 with scores by DeepGEMM.
+    # Scores alone stay ours: in the form that the operator promises theirs take 2881, ours 2633. Rows of a paged call
+    # are those of a request on average: with fewer, gathering the keys costs what scoring gains.
     ("index_select_ragged", "deep_gemm"): _MANY_INDEX_ROWS,
     ("index_select_paged", "deep_gemm"): _MANY_INDEX_ROWS,
 }

@@ -43,7 +43,8 @@ def test_deep_gemm_scores_prefill_where_it_was_measured():
         asked = {"sm": 90, "heads": 64, "k": 2048, "dtype": torch.float8_e4m3fn, "rows": 256, "packages": "all"}
         return support.choose(operator, device="cuda", **(asked | other)).name
 
-    assert chosen() == chosen("index_select_ragged") == chosen("index_scores_ragged") == "deep_gemm"
+    assert chosen() == chosen("index_select_ragged") == "deep_gemm"
+    assert chosen("index_scores_ragged") == "triton"
     for other in ({"rows": 255}, {"heads": 32}, {"sm": 100}, {"dtype": torch.bfloat16}, {"packages": "none"}):
         assert chosen(**other) == chosen("index_select_ragged", **other) == "triton", other
     assert chosen("index_scores_paged") == "triton"
@@ -108,8 +109,14 @@ def test_a_kernel_for_many_rows_is_left_out_below_unless_asked_for(own_rows):
     [
         (90, 16, "bf16_1152", 4096, "triton"),
         (90, 128, "bf16_1152", 4096, "flash_mla"),
-        (90, 64, "bf16_1152", 64, "triton"),
-        (90, 128, "fp8_656", 4096, "triton"),
+        (90, 64, "bf16_1152", 64, "fa3"),
+        (90, 64, "bf16_1152", 15, "triton"),
+        (90, 48, "bf16_1152", 64, "triton"),
+        (90, 128, "fp8_656", 4096, "flash_mla_kv"),
+        (90, 128, "fp8_656", 16, "flash_mla_kv"),
+        (90, 128, "fp8_656", 1, "triton"),
+        (90, 16, "fp8_656", 4096, "triton"),
+        (100, 128, "fp8_656", 16, "triton"),
         (80, 128, "bf16_1152", 4096, "triton"),
         (120, 16, "fp8_656", 1, "triton"),
         (90, 16, "fp32_2304", 1, "torch"),
