@@ -35,10 +35,9 @@ def dense_mha(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.dense_mha.dense_mha` for bf16 on SM 9.0."""
     tokens, heads, _ = q.shape
-    if out is None:
-        out = torch.empty(tokens, heads, v.shape[2], dtype=q.dtype, device=q.device)
     if not tokens or not k.shape[0]:
-        return out.zero_(), torch.full((tokens, heads), -math.inf, dtype=torch.float32, device=q.device)
+        out = q.new_zeros(tokens, heads, v.shape[2]) if out is None else out.zero_()
+        return out, torch.full((tokens, heads), -math.inf, dtype=torch.float32, device=q.device)
     from sgl_kernel.flash_attn import flash_attn_varlen_func
 
     result, lse, *_ = flash_attn_varlen_func(
@@ -53,10 +52,9 @@ def dense_mha(
         causal=True,
         return_softmax_lse=True,
     )
-    out.copy_(result)
-    # [H, T]; a query without keys has lse +inf or -inf by version, and an output of zeros.
-    lse = lse.transpose(0, 1)
-    return out, torch.where(torch.isinf(lse), -math.inf, lse)
+    # A query without keys has an output of zeros and, by version, lse +inf or -inf: one pass over [H, T] settles it.
+    lse = torch.nan_to_num(lse, nan=math.nan, posinf=-math.inf, neginf=-math.inf).transpose(0, 1)
+    return result if out is None else out.copy_(result), lse
 
 
 def sparse_mla(

@@ -46,27 +46,28 @@ def sparse_mla(
         return out, torch.full((rows, heads), -math.inf, dtype=torch.float32, device=q.device)
     from flash_mla import flash_mla_sparse_fwd
 
+    from sglang_dsa_plugin.kernels.triton.empty_rows import clear_empty_rows
+
     picks = slots.shape[1]
     slots = slots.to(torch.int32)
     if lengths is not None:
-        past = torch.arange(picks, device=slots.device) >= lengths.unsqueeze(1)
-        slots = slots.masked_fill(past, -1)
+        slots = torch.where(torch.arange(picks, device=slots.device) < lengths.unsqueeze(1), slots, -1)
+    if picks % _PICKS:
+        slots = pad(slots, (0, -picks % _PICKS), value=-1)
     padded = 64 if heads <= 64 else 128
     result, _, lse = flash_mla_sparse_fwd(
-        (q if heads == padded else pad(q, (0, 0, 0, padded - heads))).contiguous(),
+        attention.padded_heads(q, padded),
         kv_rows.unsqueeze(1),
-        pad(slots, (0, -picks % _PICKS), value=-1).unsqueeze(1).contiguous(),
+        slots.unsqueeze(1).contiguous(),
         scale,
         attn_sink=None if sink is None else pad(sink, (0, padded - heads)),
         use_legacy=True,
     )
     result, lse = result[:, :heads], lse[:, :heads].float()
-    none = torch.isinf(lse)
-    lse = torch.where(none, -math.inf, lse)
-    result = result.masked_fill(none.unsqueeze(2), 0)
-    if out is None:
-        return result.to(q.dtype).contiguous(), lse
-    return out.copy_(result), lse
+    out = result.contiguous() if out is None else out.copy_(result)
+    # The kernel's own tensors where nothing had to be converted: a prefill's output is large, one pass over it is felt.
+    clear_empty_rows(out, lse)
+    return out, lse
 
 
 def sparse_mla_packed(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sglang_dsa_plugin.cache.layouts import FP8
-from sglang_dsa_plugin.ops import index_scores, index_select, quant, select, sparse_mla
+from sglang_dsa_plugin.ops import dense_mha, index_scores, index_select, quant, select, sparse_mla
 from tests.cpu.kernels import vendor_fakes
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -31,6 +31,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 else:
     from sglang_dsa_plugin.kernels.triton import index_select as triton_select
+    from sglang_dsa_plugin.kernels.triton.empty_rows import clear_empty_rows
     from sglang_dsa_plugin.kernels.triton.slot_prefix import slot_prefix
     from sglang_dsa_plugin.kernels.vendor import deep_gemm, fa3, flash_mla, topk, trtllm
     from sglang_dsa_plugin.kernels.vendor import index_select as vendor_select
@@ -90,6 +91,43 @@ else:
         assert torch.equal(got[1] == -math.inf, none) and (got[0][none] == 0).all()
         assert torch.allclose(got[1][~none].double(), want[1][~none], atol=error, rtol=error)
         assert torch.allclose(got[0].double(), want[0], atol=error, rtol=1 / 64)
+
+    @pytest.mark.parametrize(("heads", "k"), [(8, 100), (64, 128), (64, 100), (100, 256)])
+    @pytest.mark.parametrize("given", [False, True])
+    def test_flash_mla_prefill(monkeypatch, heads, k, given):
+        """What the kernel leaves in rows without a pick is NaN here; the adapter clears them, and them alone."""
+        vendor_fakes.install(monkeypatch, vendor_fakes.flash_mla([]))
+        q, rows, slots, _, lengths = problem("bf16_1152", heads, k)
+        before = slots.clone()
+        for options in options_of(heads, lengths):
+            out = torch.full((7, heads, 512), 3.0).bfloat16() if given else None
+            got = flash_mla.sparse_mla(q, rows, slots, SCALE, "bf16_1152", **options, out=out)
+            agree(got, sparse_mla.reference(q, rows, slots, SCALE, "bf16_1152", **options), 1e-3)
+            assert got[0].is_contiguous() and (out is None or got[0] is out) and torch.equal(slots, before)
+
+    @pytest.mark.parametrize("heads", [1, 5, 128])
+    def test_only_heads_without_a_pick_are_cleared(heads):
+        out, lse = torch.full((6, heads, 512), 2.0).bfloat16(), torch.zeros(6, heads + 3)[:, :heads]
+        lse[1], lse[4], lse[5, 0] = math.inf, -math.inf, math.inf
+        lse[2, 0], out[3] = math.nan, math.nan
+        want, none = out.masked_fill(lse.isinf().unsqueeze(2), 0), lse.isinf()
+        clear_empty_rows(out, lse)
+        assert torch.equal(out.nan_to_num(7), want.nan_to_num(7)) and torch.equal(lse == -math.inf, none)
+        assert lse[2, 0].isnan() and not lse[0].any()
+
+    @pytest.mark.parametrize("without_keys", [math.inf, -math.inf])
+    @pytest.mark.parametrize("given", [False, True])
+    def test_fa3_dense(monkeypatch, given, without_keys):
+        vendor_fakes.install(monkeypatch, vendor_fakes.sgl_kernel(without_keys))
+        cu_q, cu_k = torch.tensor([0, 5, 6, 20]), torch.tensor([0, 5, 35, 45])  # the last one has fewer keys
+        q, k = (torch.randn(n, 8, 192, generator=generator(n)).bfloat16() for n in (20, 45))
+        v = torch.randn(45, 8, 128, generator=generator()).bfloat16()
+        out = torch.full((20, 8, 128), 3.0).bfloat16() if given else None
+        got = fa3.dense_mha(q, k, v, cu_q, cu_k, SCALE, out)
+        agree(got, dense_mha.reference(q, k, v, cu_q, cu_k, SCALE), 1e-3)
+        assert out is None or got[0] is out
+        nothing = fa3.dense_mha(q, k[:0], v[:0], cu_q, cu_k * 0, SCALE, out)
+        assert nothing[0].shape == (20, 8, 128) and not nothing[0].any() and (nothing[1] == -math.inf).all()
 
     @pytest.mark.parametrize("heads", [8, 64, 100])
     def test_flash_mla_packed_rows(monkeypatch, heads):

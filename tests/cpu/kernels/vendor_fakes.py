@@ -11,7 +11,7 @@ import types
 import torch
 
 from sglang_dsa_plugin.cache.layouts import FP8
-from sglang_dsa_plugin.ops import index_scores, quant
+from sglang_dsa_plugin.ops import dense_mha, index_scores, quant
 
 PROCESSORS = 4
 
@@ -43,13 +43,40 @@ def flash_mla(calls):
                 out[r, 0], lse[r, :, 0] = attend(q[r, 0], picked, softmax_scale)
         return out.bfloat16(), lse
 
+    def sparse_fwd(q, kv, indices, sm_scale, attn_sink, use_legacy):
+        rows, heads, dim = q.shape
+        assert heads in (64, 128) and dim == 576 and q.is_contiguous() and q.dtype == kv.dtype == torch.bfloat16
+        assert kv.shape[1:] == (1, 576) and use_legacy
+        assert indices.dtype == torch.int32 and indices.shape[:2] == (rows, 1) and indices.shape[2] % 128 == 0
+        assert indices.is_contiguous() and (attn_sink is None or attn_sink.shape == (heads,))
+        out, lse = torch.full((rows, heads, 512), math.nan), torch.full((rows, heads), math.inf)
+        for r in range(rows):
+            picked = indices[r, 0].long()
+            picked = picked[(picked >= 0) & (picked < len(kv))]
+            if len(picked):
+                out[r], lse[r] = attend(q[r], kv[picked, 0], sm_scale)
+        if attn_sink is not None:
+            out *= torch.sigmoid(lse - attn_sink).unsqueeze(2)
+        return out.bfloat16(), None, lse
+
     module = types.ModuleType("flash_mla")
     module.flash_mla_with_kvcache = with_kvcache
+    module.flash_mla_sparse_fwd = sparse_fwd
     module.get_mla_metadata = lambda: (object(), None)
     return {"flash_mla": module}
 
 
-def sgl_kernel():
+def sgl_kernel(without_keys=math.inf):
+    """without_keys: the lse of a query that sees none."""
+
+    def varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, return_softmax_lse
+    ):
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and causal and return_softmax_lse
+        assert max_seqlen_q >= cu_seqlens_q.diff().max() and max_seqlen_k >= cu_seqlens_k.diff().max()
+        out, lse = dense_mha.reference(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale)
+        return out.to(q.dtype), lse.float().T.contiguous().nan_to_num(neginf=without_keys), None
+
     def with_kvcache(
         q, k_cache, v_cache, qv, page_table, cache_seqlens, cu_seqlens_q, max_seqlen_q, softmax_scale, causal,
         return_softmax_lse,
@@ -71,6 +98,7 @@ def sgl_kernel():
 
     package, attention = types.ModuleType("sgl_kernel"), types.ModuleType("sgl_kernel.flash_attn")
     attention.flash_attn_with_kvcache = with_kvcache
+    attention.flash_attn_varlen_func = varlen
     package.flash_attn = attention
     return {"sgl_kernel": package, "sgl_kernel.flash_attn": attention}
 

@@ -1,0 +1,62 @@
+"""Rows of attention without a valid pick get out 0 and lse -inf, whatever another package's kernel left in them.
+
+Only such rows are written, and of the others only the lse is read: a pass over the output of a prefill of 4096 rows and
+64 heads would read and write half a gigabyte for rows that are hardly ever there.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_COLUMNS = 64
+
+
+@triton.jit
+def empty_rows_kernel(
+    out,
+    out_row,
+    out_head,
+    lse,
+    lse_row,
+    lse_head,
+    heads,
+    width,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One row of out [R, heads, width] and lse [R, heads]; lse of +inf or -inf marks heads to clear."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS)
+    place = lse + row * lse_row + head * lse_head
+    found = tl.load(place, mask=head < heads, other=0.0)
+    none = tl.abs(found) == float("inf")
+    if tl.max(none.to(tl.int32), 0) > 0:
+        tl.store(place, tl.full((HEADS,), float("-inf"), tl.float32), mask=none)
+        zero = tl.zeros((HEADS, COLUMNS), out.dtype.element_ty)
+        for begin in range(0, width, COLUMNS):
+            column = begin + tl.arange(0, COLUMNS)
+            target = out + row * out_row + head[:, None] * out_head + column[None, :]
+            tl.store(target, zero, mask=none[:, None] & (column < width)[None, :])
+
+
+def clear_empty_rows(out: torch.Tensor, lse: torch.Tensor) -> None:
+    """In place: where lse f32 [R, H] is infinite it becomes -inf, and those heads of out [R, H, D] become 0."""
+    rows, heads, width = out.shape
+    if out.stride(2) != 1:
+        raise ValueError(f"out must have its last dimension in one piece, got strides {out.stride()}")
+    if rows and heads:
+        empty_rows_kernel[(rows,)](
+            out,
+            out.stride(0),
+            out.stride(1),
+            lse,
+            lse.stride(0),
+            lse.stride(1),
+            heads,
+            width,
+            HEADS=triton.next_power_of_2(heads),
+            COLUMNS=_COLUMNS,
+            num_warps=4,
+        )
