@@ -136,7 +136,7 @@ class Server:
 
     def start(self) -> None:
         """Start and wait until /health answers; RuntimeError with the end of the log when the server dies."""
-        environment = {**os.environ, **ENVIRONMENT, **dict(self.spec.env)}
+        environment = environment_with(self.spec.env)
         with open(self.log_path, "wb") as log:
             self.process = subprocess.Popen(
                 self.spec.command(self.port), stdout=log, stderr=log, env=environment, start_new_session=True, cwd=ROOT
@@ -231,6 +231,17 @@ class ServerSlot:
         if self.server is not None:
             self.server.stop()
             self.server = None
+
+
+def environment_with(added: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """This process's environment and what is added to it. PYTHONPATH goes in front of the one that is there, through
+    which SGLang itself may be found.
+    """
+    environment = {**os.environ, **ENVIRONMENT, **dict(added)}
+    paths = [dict(added).get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+    if any(paths):
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return environment
 
 
 def free_port() -> int:

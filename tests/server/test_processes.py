@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tests.server.harness import ModelSpec, ServerSpec, random_prompt
+from tests.server.harness import ModelSpec, ServerSpec, environment_with, random_prompt
 from tests.server.oracle import BOUND
 from tests.server.specs import PLAIN, PROBE, exact
 
@@ -78,7 +78,7 @@ def test_the_probe_raises():
     )
     result = subprocess.run(
         [sys.executable, "-c", code],
-        env={"PYTHONPATH": PROBE, "SGLANG_DSA_PLUGIN": "off"},
+        env=environment_with((("PYTHONPATH", PROBE), ("SGLANG_DSA_PLUGIN", "off"))),
         capture_output=True,
         text=True,
     )

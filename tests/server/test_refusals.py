@@ -5,7 +5,6 @@ installation is tried from the start, each in a process of its own with a sitecu
 """
 
 import json
-import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.harness import ModelSpec
+from tests.server.harness import ModelSpec, environment_with
 
 pytestmark = pytest.mark.server
 LLAMA = ModelSpec.of("llama")
@@ -148,7 +147,7 @@ def attempts(tmp_path_factory):
         args = ["--model-path", str(V32.path()), "--device", "cpu", *(DSA if flag else ())]
         result = subprocess.run(
             [sys.executable, "-m", "sglang.launch_server", *args],
-            env={**os.environ, "PYTHONPATH": str(directory)},
+            env=environment_with((("PYTHONPATH", str(directory)),)),
             capture_output=True,
             text=True,
             timeout=120,
