@@ -103,16 +103,15 @@ def _select(
 ) -> torch.Tensor:
     count = lengths.shape[0]
     picks = torch.empty((count, topk), dtype=torch.int32, device=lengths.device)
-    # The selection's lists are scores that are alive, too; a budget too small for them is kept by the scores alone.
-    lists = index_tables.select_tiles(index_tables.gpu_of(lengths.device), count, width, topk).list_bytes
-    floats = (budget_bytes - lists if budget_bytes > 4 * lists else budget_bytes) // 4
-    short = width <= topk
-    per_row = index_scores.new_scores(0, width, lengths.device).stride(0)
-    fits = short or per_row <= floats
-    group = count if short else max(1, min(count, floats // per_row))
-    if _ALIGNED_ROWS < group < count:
-        # So that what belongs to a row is as aligned in every group as in the first, and one kernel serves all.
-        group -= group % _ALIGNED_ROWS
+    if not count:
+        return picks
+    gpu, short = index_tables.gpu_of(lengths.device), width <= topk
+    row_bytes = 4 * index_scores.new_scores(0, width, lengths.device).stride(0)
+    group = count
+    if not short:
+        # The selection's lists are scores that are alive, too.
+        group = index_tables.rows_in_budget(gpu, count, width, topk, row_bytes, budget_bytes, _whole)
+    fits, group = group > 0, max(1, group)
     buffer = index_scores.new_scores(group if fits and not short else 1, width if fits else 1, lengths.device)
     for top in range(0, count, group):
         rows = slice(top, min(top + group, count))
@@ -140,6 +139,8 @@ def _select(
                 tickets=tickets,
             )
         else:
+            lists = index_tables.select_tiles(gpu, 1, width, topk).list_bytes
+            floats = (budget_bytes - lists if budget_bytes > 4 * lists else budget_bytes) // 4
             found = _select_long_row(score, rows, sizes, width, topk, init_tokens, local_tokens, floats)
             if beside is not None:
                 positions_to_slots(found, *table, out=beside)
@@ -147,6 +148,11 @@ def _select(
                 found = positions_to_slots(found, *table)
             picks[rows] = found if shift is None else add_offsets(found, shift)
     return picks
+
+
+def _whole(rows: int) -> int:
+    """Rounded down, so that what belongs to a row is as aligned in every group as in the first: one kernel for all."""
+    return rows - rows % _ALIGNED_ROWS if rows > _ALIGNED_ROWS else rows
 
 
 def _select_long_row(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -68,6 +69,7 @@ class SelectTiles:
 _LISTS_PER_PROCESSOR = 8  # programs of 128 threads with 64 registers that fit
 
 
+@functools.lru_cache(maxsize=4096)
 def select_tiles(gpu: Gpu, rows: int, width: int, k: int) -> SelectTiles:
     """Tiles for `rows` rows of `width` columns and k picks."""
     capacity = max(4096, 2 * power_of_two(k))
@@ -83,6 +85,30 @@ def select_tiles(gpu: Gpu, rows: int, width: int, k: int) -> SelectTiles:
     turns = -(-rows // max(1, _LISTS_PER_PROCESSOR * gpu.processors * 4 // warps))
     registers = 64 if gpu.kind == "cuda" else None
     return SelectTiles(1, -(-rows // turns), capacity, capacity, capacity // 4, sample, warps, registers)
+
+
+def rows_in_budget(
+    gpu: Gpu, rows: int, width: int, k: int, row_bytes: int, budget_bytes: int, whole: Callable[[int], int]
+) -> int:
+    """Rows of a group whose scores, `row_bytes` a row, fit the budget together with the candidate lists of the
+    selection from them; 0 where those of one row do not. whole: rounds a number of rows down.
+
+    The last group is smaller, and its lists may be more: it splits rows. Lists of less than a few rows do not shrink
+    with their number, so a budget below four times those of one row is kept by the scores alone.
+    """
+
+    def fitting(left: int) -> int:
+        most = max(0, left) // row_bytes
+        return rows if most >= rows else whole(most)
+
+    def lists(group: int) -> int:
+        return max(select_tiles(gpu, n, width, k).list_bytes for n in (group, rows % group) if n)
+
+    group = fitting(budget_bytes)
+    if budget_bytes > 4 * select_tiles(gpu, 1, width, k).list_bytes:
+        while group and group * row_bytes + lists(group) > budget_bytes:
+            group = max(1, fitting(budget_bytes - lists(group))) if group > 1 else 0
+    return group
 
 
 @dataclasses.dataclass(frozen=True)

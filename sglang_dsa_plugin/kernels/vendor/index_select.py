@@ -207,14 +207,13 @@ def _group(q: torch.Tensor, width: int, k: int, bytes_left: int) -> int:
     from sglang_dsa_plugin.kernels.triton import index_tables
 
     rows, heads, _ = q.shape
-    lists = index_tables.select_tiles(index_tables.gpu_of(q.device), rows, width, k).list_bytes
-    # As in our own: a budget too small for the selection's lists is kept by the scores alone.
-    left = bytes_left - lists if bytes_left > 4 * lists else bytes_left
-    most = max(0, left) // deep_gemm.score_row_bytes(width)
-    if most >= rows:
-        return rows
-    unit = next((unit for unit in (deep_gemm.rows_at_once(heads), _ALIGNED_ROWS) if most >= unit), 1)
-    return most - most % unit
+
+    def whole(most: int) -> int:
+        unit = next((unit for unit in (deep_gemm.rows_at_once(heads), _ALIGNED_ROWS) if most >= unit), 1)
+        return most - most % unit
+
+    gpu, row_bytes = index_tables.gpu_of(q.device), deep_gemm.score_row_bytes(width)
+    return index_tables.rows_in_budget(gpu, rows, width, k, row_bytes, bytes_left, whole)
 
 
 def _scores(
