@@ -258,7 +258,7 @@ def _attention(normal: Callable, integers: Callable, on: Callable) -> Iterator[C
                 lambda d, i, q=q, r=rows, s=slots, y=layout, z=scale: sparse_mla.sparse_mla(
                     *on(d, q, r, s), SCALE, y, z, impl=i
                 ),
-                (*want, _spread(q, values, slots)), attention, rounded_attention,
+                (*want, spread_of(q, values, slots)), attention, rounded_attention,
             )  # fmt: skip
     cu_q, cu_k = torch.tensor([0, 5, 6, 70], dtype=torch.int32), torch.tensor([0, 5, 90, 160], dtype=torch.int32)
     for heads, width, out in ((16, 192, 128), (8, 256, 256)):
@@ -283,8 +283,8 @@ def _attention(normal: Callable, integers: Callable, on: Callable) -> Iterator[C
         )  # fmt: skip
 
 
-def _spread(q: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """sum of weight * |latent| [R, H, 512] in fp64."""
+def spread_of(q: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """sum of weight * |latent| [R, H, 512] in fp64, without a sink; a slot of -1 does not count."""
     spread = torch.zeros(*q.shape[:2], 512, dtype=torch.float64)
     for r in range(q.shape[0]):
         rows = values[slots[r, slots[r] >= 0].long()]
