@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -147,7 +149,9 @@ class Implementation:
         if not named and self.first is not None and (why := self.first.why_not(asked)) is not None:
             return why
         if self.package is not None and not _there(self.package, asked.packages):
-            return f"{self.package} is not installed"
+            return f"{self.package} is not installed" + (
+                " or cannot compile here" if self.package == "deep_gemm" else ""
+            )
         return None
 
     def sm_words(self) -> str:
@@ -198,7 +202,19 @@ def _there(package: str, packages: str) -> bool:
 
 @functools.cache
 def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+    if importlib.util.find_spec(package) is None:
+        return False
+    return package != "deep_gemm" or not torch.cuda.is_available() or _deep_gemm_compiles()
+
+
+def _deep_gemm_compiles() -> bool:
+    """DeepGEMM comes with SGLang and compiles at the first call: not without a CUDA toolkit, nor where SGLang is told
+    to leave it alone.
+    """
+    if os.environ.get("SGLANG_ENABLE_JIT_DEEPGEMM", "1").strip().lower() in ("0", "false", "no"):
+        return False
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    return os.path.isdir(home) or shutil.which("nvcc") is not None
 
 
 def sm_name(sm: int | None) -> str:

@@ -114,6 +114,8 @@ class DsaIndexer(torch.nn.Module):
             _float_table(rotary),
             state.index_key_dtype(),
             plan.forced_impl("index_keys_store"),
+            plan.forced_impl("index_queries"),
+            plan.forced_impl("index_front"),
         )
 
     @property

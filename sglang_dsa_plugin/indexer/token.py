@@ -35,8 +35,9 @@ class TokenIndexer:
     """The arithmetic between the projections and the index cache.
 
     heads: index heads H.  rope_layout: "half" or "interleaved".  cos_sin: f32 [max positions, 64].  key_dtype: fp8
-    e4m3 or the model's dtype; fp8 keys and queries are rotated and quantised, others are neither.  impl: implementation
-    by name, None to let the support table choose.
+    e4m3 or the model's dtype; fp8 keys and queries are rotated and quantised, others are neither.  impl, impl_queries,
+    impl_front: implementations of index_keys_store, index_queries and index_front by name, None to let the support
+    table choose.
     """
 
     heads: int
@@ -44,6 +45,8 @@ class TokenIndexer:
     cos_sin: torch.Tensor
     key_dtype: torch.dtype
     impl: str | None = None
+    impl_queries: str | None = None
+    impl_front: str | None = None
 
     def store_keys(
         self,
@@ -75,7 +78,7 @@ class TokenIndexer:
         """Index queries from wq_b's output [R, H*128] and the head weights f32 [R,H]."""
         return IndexQuery(
             *index_queries.prepare(
-                projected, weights, positions, self.cos_sin, self.rope_layout, self.key_dtype, impl=self.impl
+                projected, weights, positions, self.cos_sin, self.rope_layout, self.key_dtype, impl=self.impl_queries
             )
         )
 
@@ -110,6 +113,6 @@ class TokenIndexer:
                 self.rope_layout,
                 lengths,
                 topk,
-                impl=self.impl,
+                impl=self.impl_front,
             )
         )

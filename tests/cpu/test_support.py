@@ -50,6 +50,21 @@ def test_deep_gemm_scores_prefill_where_it_was_measured():
     assert chosen("index_scores_paged") == "triton"
 
 
+def test_deep_gemm_needs_a_toolkit_and_sglangs_leave(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(support_row.importlib.util, "find_spec", lambda package: object())
+    monkeypatch.setattr(support_row.shutil, "which", lambda name: None)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.delenv("SGLANG_ENABLE_JIT_DEEPGEMM", raising=False)
+    there = support_row._installed.__wrapped__
+    assert there("deep_gemm")
+    monkeypatch.setenv("SGLANG_ENABLE_JIT_DEEPGEMM", "0")
+    assert not there("deep_gemm") and there("flash_mla")
+    monkeypatch.delenv("SGLANG_ENABLE_JIT_DEEPGEMM")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "none"))
+    assert not there("deep_gemm")
+
+
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="unknown operator 'nothing'"):
         support.choose("nothing", device="cpu")

@@ -20,7 +20,7 @@ from sglang.srt.arg_groups.model_override_base import model_config_of, resolving
 from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-from sglang_dsa_plugin import plan
+from sglang_dsa_plugin import plan, settings
 from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
 from sglang_dsa_plugin.config import DsaConfig, UnsupportedModel, is_dsa_config
 from sglang_dsa_plugin.kernel_flags import KernelFlags, declared
@@ -53,6 +53,7 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
             )
         previous(server_args)
         return
+    settings.table()  # a mistyped switch is refused here, before a model is loaded
     dsa = DsaConfig.from_hf(config)
     user = _user_values(server_args)
     refuse_flags(user, dsa)

@@ -65,7 +65,7 @@ def declare(server_args: Any, previous: Callable[[Any], None]) -> None:
         logger.info("sglang-dsa-plugin does not warm up prefill: %s", why_not or "the model has no sparse attention")
         return
     chunk = config.chunked_prefill_size or -1
-    _register(DsaConfig.from_hf(model).index_topk, chunk)
+    _register(DsaConfig.from_hf(model).index_topk, chunk, not config.disable_radix_cache)
     declare_resolution(server_args, SOURCE, warmups=",".join(filter(None, (config.warmups, NAME))))
 
 
@@ -87,21 +87,25 @@ def _why_not(config: Any) -> str | None:
     return None
 
 
-def _register(topk: int, chunk: int) -> None:
+def _register(topk: int, chunk: int, cached: bool) -> None:
     """Put the warm-up into SGLang's registry, in the process that resolves arguments and later serves HTTP."""
     from sglang.srt.entrypoints.warmup import warmup
 
     @warmup(NAME)
     async def prefill_shapes(_disaggregation: str, tokenizer_manager: Any) -> None:
-        await run(tokenizer_manager, topk, chunk)
+        await run(tokenizer_manager, topk, chunk, cached)
 
 
-async def run(tokenizer_manager: Any, topk: int, chunk: int) -> None:
+async def run(tokenizer_manager: Any, topk: int, chunk: int, cached: bool = True) -> None:
     """Send the prompts, drop what they left in the cache, log one line with the time. Never raises: a server that
     compiles late is better than none.
+
+    cached: whether there is a prefix cache. Without it every prompt is computed whole, a million tokens of them, and
+    none makes a step of few rows: then only the first two are sent.
     """
     limit = min(tokenizer_manager.context_len, tokenizer_manager.max_req_input_len or tokenizer_manager.context_len)
     batches = prompts(topk, chunk, limit - _ROOM, tokenizer_manager.model_config.vocab_size)
+    batches = batches if cached else batches[:2]
     begun, sent, longest = time.monotonic(), 0, 0
     try:
         for batch in batches:

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import numba
 import numpy as np
 import torch
 
+logger = logging.getLogger(__name__)
+
 # Sums may be reordered, which lets loops over them become vectors. NaN and infinity keep their meaning.
 FLOAT_RULES = {"reassoc", "contract", "nsz"}
-jit = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=FLOAT_RULES)
+_OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": FLOAT_RULES}
+
+
+def jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile at the first call, and keep the result on disk where there is a place for it.
+
+    numba looks beside the source file, then in the user's cache directory, and raises when it may write to neither.
+    """
+    try:
+        return numba.njit(cache=True, **_OPTIONS)(function)
+    except RuntimeError as error:
+        logger.info("%s is compiled in every process: %s; set NUMBA_CACHE_DIR", function.__name__, error)
+        return numba.njit(**_OPTIONS)(function)
+
 
 # Exponent and mantissa of f32 that e4m3 keeps lie 20 bits up, its exponent bias is 120 lower.
 _KEPT_SHIFT = 20

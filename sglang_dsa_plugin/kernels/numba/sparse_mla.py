@@ -186,8 +186,10 @@ def _weigh(weights: Any, size: int, largest: Any, total: Any, out: Any) -> None:
         top = largest[h]
         for i in range(size):
             top = max(top, row[i])
-        if top == -np.inf:
-            top = np.float32(0)  # every score is -inf: weights of 0, not NaN
+        if top == -np.inf:  # every score so far is -inf: weights of 0, and nothing is known of the largest
+            for i in range(_BLOCK):
+                row[i] = 0
+            continue
         if top != largest[h] and total[h] != 0:
             shrink = np.float32(np.exp(largest[h] - top))
             total[h] *= shrink

@@ -34,9 +34,8 @@ class Manager:
 
 
 def arguments(**more):
-    return types.SimpleNamespace(
-        **{"skip_server_warmup": False, "tokenizer_worker_num": 1, "warmups": None, "chunked_prefill_size": 4096} | more
-    )
+    defaults = {"skip_server_warmup": False, "tokenizer_worker_num": 1, "warmups": None, "chunked_prefill_size": 4096}
+    return types.SimpleNamespace(**defaults | {"disable_radix_cache": False} | more)
 
 
 @pytest.fixture
@@ -123,6 +122,12 @@ def test_a_step_of_many_sizes_follows_a_long_prompt():
     assert len(warmup.prompts(2048, 16384, 100_000, 320)[1][0]) == 16384 + 2048 + 64
     assert len(batches) == 3 + sum(len(news) for _, news in warmup.PREFIXES) + len(warmup.TOGETHER + warmup.CROWDS)
     assert [len(batch) for batch in batches[-6:]] == [4, 7, 13, 6, 4, 9]
+
+
+def test_without_a_prefix_cache_only_the_first_two_prompts_are_sent():
+    manager = Manager()
+    asyncio.run(warmup.run(manager, 2048, 4096, cached=False))
+    assert len(manager.requests) == 2
 
 
 def test_all_prompts_are_sent_the_cache_is_dropped_and_the_time_told(caplog):

@@ -314,3 +314,14 @@ def _call(q=None, cache=None, slots=None, scale=SCALE, layout="bf16_1152", **mor
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match="sparse_mla: " + message):
         _call(**arguments)
+
+
+def test_scores_of_minus_infinity_count_nothing_wherever_they_stand():
+    cache = torch.full((64, 576), -3.0)
+    cache[:32, 0] = -math.inf
+    out, lse = sparse_mla.sparse_mla(
+        torch.ones(1, 2, 576), cache, torch.arange(64).unsqueeze(0).int(), 0.07, "fp32_2304"
+    )
+    # The latents that count are all alike; the others have weight zero, and 0 * -inf is no number in their column.
+    assert torch.allclose(lse, torch.tensor(0.07 * -3 * 576 + math.log(32)), rtol=1e-6)
+    assert torch.allclose(out[..., 1:], torch.tensor(-3.0))
