@@ -1,11 +1,13 @@
 """The paths that compute-sanitizer is shown (tests/gpu/sanitize.py): all of ours, and each with a right answer."""
 
+import pytest
 import torch
 
 from sglang_dsa_plugin import support
 from tests.gpu import sanitize
 
 
+@pytest.mark.full
 def test_every_triton_row_has_a_path_at_every_sm():
     for sm in (80, 90, 120):
         found = {(case.operator, name) for case, name in sanitize.paths("cuda", sm=sm, ours=True)}
@@ -21,6 +23,7 @@ def test_what_builds_a_module_first_is_left_out_unless_asked_for():
     assert built == {"flashinfer", "deep_gemm_flashinfer", "trtllm", "trtllm_fp8"}
 
 
+@pytest.mark.full
 def test_answers_of_the_further_cases_are_right():
     for case in sanitize._more_cases():
         assert case.share(torch.device("cpu"), "torch") <= 1, case.label

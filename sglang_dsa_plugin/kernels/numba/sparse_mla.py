@@ -61,7 +61,8 @@ def sparse_mla(
         flat,
         step,
         kv_rows.shape[0],
-        slots.contiguous().numpy(),
+        # One type of index, one compiled form: another may be vectorised, and so rounded, in another way.
+        slots.long().contiguous().numpy(),
         many,
         scale,
         _KINDS[layout],

@@ -17,6 +17,7 @@ from tests.cpu.ops import index_front_inputs as data
 
 if os.environ.get("TRITON_INTERPRET") != "1":
 
+    @pytest.mark.full
     def test_in_the_interpreter():
         root = Path(__file__).parents[3]
         run = subprocess.run(

@@ -18,6 +18,7 @@ from tests.cpu.kernels import vendor_fakes
 
 if os.environ.get("TRITON_INTERPRET") != "1":
 
+    @pytest.mark.full
     def test_in_the_interpreter():
         root = Path(__file__).parents[3]
         run = subprocess.run(
