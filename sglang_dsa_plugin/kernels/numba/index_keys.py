@@ -13,11 +13,12 @@ import torch
 from sglang_dsa_plugin.cache.layouts import FP8_MAX, INDEX_DIM, PAGE_SIZE, ROPE_DIM
 from sglang_dsa_plugin.kernels.numba.memory import encode_e4m3, flat_bytes, jit
 from sglang_dsa_plugin.kernels.torch_impl import key_pages
+from sglang_dsa_plugin.kernels.torch_impl.quant import EXPONENT_BITS, SMALLEST_AMAX, TO_SCALE
 
 _HALF = ROPE_DIM // 2
 _KEY_BYTES = PAGE_SIZE * INDEX_DIM
 _ROTATION = np.float32(INDEX_DIM**-0.5)
-_SMALLEST_AMAX = np.float32(1e-4).view(np.int32)
+_SMALLEST_AMAX = np.float32(SMALLEST_AMAX).view(np.int32)
 _LIMIT = np.float32(FP8_MAX)
 
 
@@ -113,13 +114,13 @@ def _quantise_and_write(x: Any, pages: Any, page_bytes: int, slots: Any) -> None
         for i in range(INDEX_DIM):
             largest = max(largest, bits[i] & 0x7FFFFFFF)
         # The power of two of quant.power_of_two_scale, on the bits as there.
-        one_bits[0] = (min(largest, 0x7F800000) + (0x1FFFFF - (8 << 23))) & 0x7F800000
+        one_bits[0] = (min(largest, EXPONENT_BITS) + TO_SCALE) & EXPONENT_BITS
         scale = one[0]
         for i in range(INDEX_DIM):
             value = scaled[i] / scale
             value = _LIMIT if value > _LIMIT else value
             scaled[i] = -_LIMIT if value < -_LIMIT else value
-        page, offset = slots[r] >> 6, slots[r] & 63
+        page, offset = slots[r] // PAGE_SIZE, slots[r] % PAGE_SIZE
         at = page * page_bytes
         encode_e4m3(scaled, bits, pages[at + offset * INDEX_DIM : at + (offset + 1) * INDEX_DIM])
         pages[at + _KEY_BYTES + 4 * offset : at + _KEY_BYTES + 4 * offset + 4].view(np.float32)[0] = scale

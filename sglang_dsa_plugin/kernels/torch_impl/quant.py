@@ -8,11 +8,14 @@ from sglang_dsa_plugin.cache.layouts import FP8, FP8_MAX, LATENT_DIM, LATENT_LAY
 
 _SCALES = LATENT_DIM // QUANT_BLOCK
 _ROPE_AT = LATENT_DIM + 4 * _SCALES
-_SMALLEST_AMAX = 1e-4
+SMALLEST_AMAX = 1e-4
 _CPU_CHUNK_ROWS = 2048
 # Sign, then 14 bits without the copy of the sign that widening an int8 leaves in bit 14.
 _HALF_BITS = ~0x4000
-_INF_BITS = _EXPONENT_BITS = 0x7F800000
+# Exponent of f32, all of it set for infinity.
+EXPONENT_BITS = 0x7F800000
+# Added to the bits of a largest value, it leaves its scale in the exponent (power_of_two_scale).
+TO_SCALE = 0x1FFFFF - (8 << 23)
 
 
 def power_of_two_scale(amax: torch.Tensor) -> torch.Tensor:
@@ -21,8 +24,8 @@ def power_of_two_scale(amax: torch.Tensor) -> torch.Tensor:
     Done on the bits, where it is exact: 448 = 1.75 * 2^8, so amax = m * 2^e needs 2^(e - 8), and one more when
     m > 1.75, that is when its mantissa exceeds 0x600000 and carries.
     """
-    bits = amax.clamp_min(_SMALLEST_AMAX).view(torch.int32).clamp_max_(_INF_BITS)
-    return bits.add_(0x1FFFFF - (8 << 23)).bitwise_and_(_EXPONENT_BITS).view(torch.float32)
+    bits = amax.clamp_min(SMALLEST_AMAX).view(torch.int32).clamp_max_(EXPONENT_BITS)
+    return bits.add_(TO_SCALE).bitwise_and_(EXPONENT_BITS).view(torch.float32)
 
 
 def quantize_keys(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
