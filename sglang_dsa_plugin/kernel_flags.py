@@ -21,9 +21,6 @@ from dataclasses import dataclass
 DECLARED = "sglang_dsa_plugin"
 PREFILL, DECODE = "--dsa-prefill-backend", "--dsa-decode-backend"
 TOPK, LOGITS = "--dsa-topk-backend", "--dsa-paged-mqa-logits-backend"
-# Its fp8 rows are raw, 576 bytes; every other fp8 kernel here reads packed rows of 656 (this package's read both).
-RAW_FP8 = ("trtllm",)
-
 _OURS = {"bf16_1152": "triton", "fp8_656": "triton", "fp8_576": "triton"}
 # Value -> row layout -> implementation of sparse_mla.
 ATTENTION: dict[str, dict[str, str]] = {
@@ -59,10 +56,13 @@ class Refusal(ValueError):
 
 @dataclass(frozen=True)
 class Forced:
-    """An implementation that a flag asks for. flag: as the user typed it, with its value."""
+    """An implementation that a flag asks for. flag: as the user typed it, with its value. parts: what each of two flags
+    asks for alone, where the implementation follows from both.
+    """
 
     implementation: str
     flag: str
+    parts: tuple[Forced, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,25 @@ class KernelFlags:
         """From SGLang's arguments in a worker process, where the first two are as `declared` made them."""
         return cls(_given(prefill), _given(decode), topk, logits)
 
+    def refuse_unserved(self, device: str) -> None:
+        """Raise Refusal for a value that is not served, not for its phase or not on this device (a torch device type):
+        what can be said of each flag alone.
+        """
+        for _, flag, value in self._attention():
+            _served_attention(flag, value, device)
+        self.forced_index(device)
+
     def forced(self, layout: str, device: str) -> dict[str, Forced]:
         """What the flags force, by use: sparse_mla (decode), sparse_mla_prefill, and those of `forced_index`. layout:
         of the pool's rows; device: torch device type.
 
-        Raises Refusal for a value that is not served, not for its phase, not on this device or not for these rows.
+        Raises Refusal as `refuse_unserved` does, and for a kernel that does not read these rows.
         """
         device = device.split(":")[0]
+        self.refuse_unserved(device)
         found = self.forced_index(device)
-        for use, flag, value in (("sparse_mla_prefill", PREFILL, self.prefill), ("sparse_mla", DECODE, self.decode)):
-            if value is not None:
-                found[use] = Forced(_attention(flag, value, layout, device), f"{flag} {value}")
+        for use, flag, value in self._attention():
+            found[use] = Forced(_reader_of(flag, value, layout), f"{flag} {value}")
         return found
 
     def forced_index(self, device: str) -> dict[str, Forced]:
@@ -99,29 +107,39 @@ class KernelFlags:
         found: dict[str, Forced] = {}
         selection = _one_of(TOPK, self.topk, SELECTION, {}, device)
         scores = _one_of(LOGITS, self.logits, SCORES, _SCORES_NOT_SERVED, device)
-        given = [f"{TOPK} {self.topk}"] if selection else []
+        parts = [Forced(scores, f"{LOGITS} {self.logits}")] if scores else []
         if selection:
-            found["index_select_prefill"] = Forced(selection, given[0])
-        if selection or scores:
-            name = "_".join(part for part in (scores, selection) if part)
-            given += [f"{LOGITS} {self.logits}"] if scores else []
-            found["index_select_paged"] = Forced(name, " ".join(given))
+            parts.append(Forced(selection, f"{TOPK} {self.topk}"))
+            found["index_select_prefill"] = parts[-1]
+        if len(parts) == 1:
+            found["index_select_paged"] = parts[0]
+        elif parts:
+            both = "_".join(part.implementation for part in parts), " ".join(part.flag for part in parts)
+            found["index_select_paged"] = Forced(*both, tuple(parts))
         return found
 
-    def refuse_mixed_rows(self) -> None:
-        """Raise Refusal where the two phases would want different fp8 rows in the one pool."""
-        raw = {value in RAW_FP8 for value in (self.prefill, self.decode)}
-        if raw == {True, False}:
-            raise Refusal(
-                f"{PREFILL} {self.prefill or '(left out)'} and {DECODE} {self.decode or '(left out)'} read different "
-                "fp8 rows (576 raw against 656 packed bytes) and cannot share a pool; name "
-                f"{' or '.join(RAW_FP8)} for both or for neither"
-            )
+    def fp8_layout(self) -> str | None:
+        """The layout of an fp8 pool's rows that both phases read; None where any will do, as for a flag left out.
 
-    @property
-    def raw_rows(self) -> bool:
-        """Whether fp8 rows are to be raw."""
-        return self.prefill in RAW_FP8 and self.decode in RAW_FP8
+        Raises Refusal for two kernels without one in common. A kernel that reads no fp8 rows at all has no say: it is
+        refused for its own reason by `forced`.
+        """
+        wanted = {f"{flag} {value}": _fp8_rows(value) for _, flag, value in self._attention() if _fp8_rows(value)}
+        if not wanted:
+            return None
+        shared = set.intersection(*wanted.values())
+        if not shared:
+            rows = " and ".join("/".join(sorted(read)) for read in wanted.values())
+            raise Refusal(
+                f"{' and '.join(wanted)} read different fp8 rows ({rows}) and cannot share a pool; leave one of the "
+                "flags out or give it triton, which reads either"
+            )
+        return shared.pop() if len(shared) == 1 else None
+
+    def _attention(self) -> list[tuple[str, str, str]]:
+        """(use, flag, value) of the attention flags that were given."""
+        both = (("sparse_mla_prefill", PREFILL, self.prefill), ("sparse_mla", DECODE, self.decode))
+        return [(use, flag, value) for use, flag, value in both if value is not None]
 
 
 def declared(value: str | None) -> str:
@@ -148,25 +166,38 @@ def _given(value: str | None) -> str | None:
     return (value or "").removeprefix(DECLARED).removeprefix(":") or None
 
 
-def _attention(flag: str, value: str, layout: str, device: str) -> str:
+def _fp8_rows(value: str) -> set[str]:
+    return {layout for layout in ATTENTION.get(value, {}) if layout.startswith("fp8")}
+
+
+def _values_of(flag: str) -> list[str]:
+    return [value for value in ATTENTION if flag == PREFILL or value not in PREFILL_ONLY]
+
+
+def _served_attention(flag: str, value: str, device: str) -> None:
     if value in _NOT_SERVED:
         raise Refusal(f"{flag} {value} {_NOT_SERVED[value]}, or leave the flag out")
-    phase = [v for v in ATTENTION if flag == PREFILL or v not in PREFILL_ONLY]
+    known = ", ".join(_values_of(flag))
     if value in PREFILL_ONLY and flag == DECODE:
         raise Refusal(
-            f"{flag} {value} chooses among kernels for prefill only; use one of {', '.join(phase)}, or leave the flag "
-            "out"
+            f"{flag} {value} chooses among kernels for prefill only; use one of {known}, or leave the flag out"
         )
     if value not in ATTENTION:
-        raise Refusal(f"{flag} {value} is not known here; use one of {', '.join(phase)}, or leave the flag out")
+        raise Refusal(f"{flag} {value} is not known here; use one of {known}, or leave the flag out")
     _needs_gpu(flag, value, device)
+
+
+def _reader_of(flag: str, value: str, layout: str) -> str:
     if layout in ATTENTION[value]:
         return ATTENTION[value][layout]
-    others = [v for v in phase if layout in ATTENTION[v]]
+    others = [v for v in _values_of(flag) if layout in ATTENTION[v]]
     fitting = f"use one of {', '.join(others)}, " if others else ""
+    # Rows follow the flags, so that other fp8 rows than the kernel's are there by the setting only.
+    by_setting = layout.startswith("fp8") and _fp8_rows(value)
+    rows = "unset SGLANG_DSA_PLUGIN_LATENT_LAYOUT" if by_setting else "give another --kv-cache-dtype"
     raise Refusal(
-        f"{flag} {value} reads {' or '.join(ATTENTION[value])} rows, and the pool holds {layout}; {fitting}"
-        f"give another --kv-cache-dtype, or leave the flag out"
+        f"{flag} {value} reads {' or '.join(ATTENTION[value])} rows, and the pool holds {layout}; {fitting}{rows}, or "
+        "leave the flag out"
     )
 
 

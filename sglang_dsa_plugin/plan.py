@@ -68,9 +68,9 @@ class ServingPlan:
 def latent_layout(kv_dtype: torch.dtype, flags: KernelFlags = NO_FLAGS) -> LatentLayout:
     """The row layout of a pool of `kv_dtype` (bfloat16, float32 or e4m3).
 
-    For fp8 the setting SGLANG_DSA_PLUGIN_LATENT_LAYOUT decides; on auto, SGLang's own kernel flags do: kernels that
-    read raw rows in both phases get 576 bytes, everything else 656. Raises Refusal for other dtypes and for a pair
-    that cannot share rows.
+    For fp8 the setting SGLANG_DSA_PLUGIN_LATENT_LAYOUT decides; on auto, SGLang's own kernel flags do: the rows that
+    their kernels read, 656 bytes where either kind will do. Raises Refusal for other dtypes and for a pair that cannot
+    share rows.
     """
     if kv_dtype == torch.bfloat16:
         return LATENT_LAYOUTS["bf16_1152"]
@@ -81,11 +81,9 @@ def latent_layout(kv_dtype: torch.dtype, flags: KernelFlags = NO_FLAGS) -> Laten
             f"KV cache dtype {str(kv_dtype).removeprefix('torch.')} is not served for a DSA model; "
             f"use --kv-cache-dtype with one of {', '.join(KV_CACHE_DTYPES)}, and --dtype bfloat16 or float32"
         )
-    flags.refuse_mixed_rows()
+    by_flags = flags.fp8_layout() or "fp8_656"
     forced = settings.latent_layout()
-    if forced != "auto":
-        return LATENT_LAYOUTS[forced]
-    return LATENT_LAYOUTS["fp8_576" if flags.raw_rows else "fp8_656"]
+    return LATENT_LAYOUTS[by_flags if forced == "auto" else forced]
 
 
 def index_key_dtype(model_dtype: torch.dtype) -> torch.dtype:
@@ -132,13 +130,14 @@ def plan_serving(
             "by their "
             f"scales; leave --page-size out or set it to {PAGE_SIZE}"
         )
+    flags.refuse_unserved(device)
     kv_dtype, resolved = _kv_dtype(kv_cache_dtype, model_dtype)
     latent = latent_layout(kv_dtype, flags)
     keys = index_key_dtype(model_dtype)
     choices = operator_choices(
         device, latent.name, sm, model_dtype, heads, index_heads=index_heads, topk=topk, flags=flags
     )
-    host_reader = next((op for op in DECODE_OPERATORS if not choices[op].implementation.capturable), None)
+    host_reader = next((row for op in DECODE_OPERATORS for row in _ever_taken(choices[op]) if not row.capturable), None)
     asked = f"--kv-cache-dtype {kv_cache_dtype}"
     reasons = {
         "KV layout": f"{latent.name}, {latent.row_bytes} B a token and layer ({asked}, model in {_name(model_dtype)})",
@@ -151,8 +150,8 @@ def plan_serving(
         if device != "cuda"
         else "captured"
         if host_reader is None
-        else f"off, {host_reader}={choices[host_reader].name} reads values on the host",
-    } | {op: f"{choice.name} ({choice.reason})" for op, choice in choices.items()}
+        else f"off, {host_reader.operator}={host_reader.name} reads values on the host",
+    } | {op: f"{choice.words} ({choice.reason})" for op, choice in choices.items()}
     return ServingPlan(
         resolved,
         latent,
@@ -178,42 +177,59 @@ def operator_choices(
     support table.
 
     "sparse_mla" and "index_select_paged" are decode's, "sparse_mla_prefill" is that of calls with many rows, and
-    "index_select_prefill" is there where it is another one. dtype: of the model; heads: of a rank; index_heads, topk:
-    of the indexer. Raises Refusal for a flag whose kernel cannot run here.
+    "index_select_prefill" is there where it is another one. Where a choice depends on the number of rows, its `steps`
+    say how; for sparse attention once, if no flag parts the phases. dtype: of the model; heads: of a rank; index_heads,
+    topk: of the indexer. Raises Refusal for a flag whose kernel cannot run here.
     """
     forced = flags.forced(layout, device)
 
-    def choose(use: str, rows: int) -> support.Choice:
+    def ask(use: str, impl: str | None, rows: int) -> support.Choice:
         operator = USES.get(use, use)
         attends = operator in ("sparse_mla", "dense_mha")
         scores = operator == "index_select_paged"
-        try:
-            choice = support.choose(
-                operator,
-                device=device,
-                impl=implementation_for(use, forced),
-                sm=sm,
-                layout=layout,
-                heads=heads if attends else index_heads if scores else None,
-                k=topk if operator in ("sparse_mla", "index_select_paged") else None,
-                dtype=dtype if attends else index_key_dtype(dtype) if scores and dtype is not None else None,
-                rows=rows,
-                packages=packages,
-            )
-        except ValueError as error:
-            if use not in forced:
-                raise
-            raise Refusal(f"{forced[use].flag} cannot be served here: {error}; leave the flag out") from None
-        return replace(choice, reason=f"by {forced[use].flag}") if use in forced else choice
+        return support.choose(
+            operator,
+            device=device,
+            impl=impl,
+            sm=sm,
+            layout=layout,
+            heads=heads if attends else index_heads if scores else None,
+            k=topk if operator in ("sparse_mla", "index_select_paged") else None,
+            dtype=dtype if attends else index_key_dtype(dtype) if scores and dtype is not None else None,
+            rows=rows,
+            packages=packages,
+        )
+
+    def choose(use: str, rows: int) -> support.Choice:
+        if use not in forced:
+            return ask(use, implementation_for(use, forced), rows)
+        # Of two flags the one that is at fault is named.
+        for asked in (*forced[use].parts, forced[use]):
+            try:
+                choice = ask(use, asked.implementation, rows)
+            except ValueError as error:
+                raise Refusal(f"{asked.flag} cannot be served here: {error}; leave the flag out") from None
+        return replace(choice, reason=f"by {forced[use].flag}")
+
+    def with_steps(use: str, rows: int) -> support.Choice:
+        return replace(choose(use, rows), steps=support.by_rows(lambda step: choose(use, step)))
 
     many = support.MANY_ROWS
-    decode, picks = {op: choose(op, 1) for op in DECODE_OPERATORS}, choose(INDEX_PREFILL, many)
+    # A decode step has one row a request, as selection counts them.
+    decode = {op: choose(op, 1) for op in DECODE_OPERATORS} | {"sparse_mla": with_steps("sparse_mla", 1)}
+    prefill = choose if forced.keys().isdisjoint(("sparse_mla", "sparse_mla_prefill")) else with_steps
+    picks = with_steps(INDEX_PREFILL, many)
     return decode | {
-        "sparse_mla_prefill": choose("sparse_mla_prefill", many),
+        "sparse_mla_prefill": prefill("sparse_mla_prefill", many),
         "dense_mha": choose("dense_mha", many),
         **({INDEX_PREFILL: picks} if picks.name != decode["index_select_paged"].name else {}),
         **({"masked_mha": choose("masked_mha", many)} if device == "cpu" else {}),
     }
+
+
+def _ever_taken(choice: support.Choice) -> tuple[support.Implementation, ...]:
+    """All that a choice may come to, whatever the number of rows."""
+    return tuple(row for _, row in choice.steps) or (choice.implementation,)
 
 
 def implementation_for(use: str, forced: dict[str, Forced]) -> str | None:

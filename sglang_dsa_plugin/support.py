@@ -55,15 +55,28 @@ _NUMBA = "sglang_dsa_plugin.kernels.numba"
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, why, and what was passed over (name -> reason)."""
+    """What was chosen, why, and what was passed over (name -> reason). steps: what is taken from which number of rows
+    on, of those who ask for it (`by_rows`) and where it is not the same for all.
+    """
 
     implementation: Implementation
     reason: str
     rejected: dict[str, str] = field(default_factory=dict)
+    steps: tuple[tuple[int, Implementation], ...] = ()
 
     @property
     def name(self) -> str:
         return self.implementation.name
+
+    @property
+    def words(self) -> str:
+        """The name, or the names by rows: "triton, fa3 from 16 rows on, flash_mla from 256"."""
+        if not self.steps:
+            return self.name
+        rows = "rows a request" if self.implementation.operator == "index_select_paged" else "rows"
+        (_, first), (least, second), *others = self.steps
+        later = [f"{row.name} from {number}" for number, row in others]
+        return ", ".join([first.name, f"{second.name} from {least} {rows} on", *later])
 
 
 def _torch_row(operator: str, module: str, function: str) -> Implementation:
@@ -224,6 +237,16 @@ def choose(
         if best is not None and (choice := _measured(operator, best, asked)) is not None:
             return choice
     return _choose(operator, impl, asked)
+
+
+def by_rows(choose_for: Callable[[int], Choice]) -> tuple[tuple[int, Implementation], ...]:
+    """What `choose_for(rows)` takes, with the number of rows from which on it does; nothing where it is one for all."""
+    found: list[tuple[int, Implementation]] = []
+    for step in ROW_STEPS:
+        row = choose_for(step).implementation
+        if not found or found[-1][1].name != row.name:
+            found.append((step, row))
+    return tuple(found) if len(found) > 1 else ()
 
 
 def resolve(

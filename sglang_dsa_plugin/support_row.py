@@ -94,7 +94,7 @@ class Implementation:
     max_k: largest number of picks; None when unbounded.
     ks: numbers of picks it takes, where it does not take all up to max_k.
     dtypes: of q; None when any will do.
-    package: module of the kernel package it needs.
+    package: module of the kernel package it needs, or of each of them.
     first: where it is taken unasked; None is everywhere.
     arguments: keywords for the target, where one function serves several rows.
     exact: whether its result is held to the operator's bound (docs/operators.md); a few of other packages cannot be.
@@ -113,7 +113,7 @@ class Implementation:
     max_k: int | None = None
     ks: frozenset[int] | None = None
     dtypes: frozenset[torch.dtype] | None = None
-    package: str | None = None
+    package: str | tuple[str, ...] | None = None
     first: Where | None = None
     arguments: tuple[tuple[str, Any], ...] = ()
     exact: bool = True
@@ -148,11 +148,12 @@ class Implementation:
             return f"takes {names}, not {str(asked.dtype).removeprefix('torch.')}"
         if not named and self.first is not None and (why := self.first.why_not(asked)) is not None:
             return why
-        if self.package is not None and not _there(self.package, asked.packages):
-            return f"{self.package} is not installed" + (
-                " or cannot compile here" if self.package == "deep_gemm" else ""
-            )
-        return None
+        return next(filter(None, (_missing(package, asked.packages) for package in self.packages)), None)
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """The kernel packages it needs."""
+        return (self.package,) if isinstance(self.package, str) else self.package or ()
 
     def sm_words(self) -> str:
         """Compute capabilities for a table."""
@@ -196,25 +197,36 @@ def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _there(package: str, packages: str) -> bool:
-    return packages == "all" or (packages == "installed" and _installed(package))
+def _missing(package: str, packages: str) -> str | None:
+    """Why a kernel package cannot be reckoned with, in words, or None; packages: see Request."""
+    if packages == "all":
+        return None
+    return f"{package} is not installed" if packages == "none" else unusable(package)
 
 
 @functools.cache
-def _installed(package: str) -> bool:
+def unusable(package: str) -> str | None:
+    """Why a kernel package cannot be used on this machine, in words, or None where it can."""
     if importlib.util.find_spec(package) is None:
-        return False
-    return package != "deep_gemm" or not torch.cuda.is_available() or _deep_gemm_compiles()
+        return f"{package} is not installed"
+    why = _CONDITIONS[package]() if package in _CONDITIONS else None
+    return f"{package} {why}" if why else None
 
 
-def _deep_gemm_compiles() -> bool:
-    """DeepGEMM comes with SGLang and compiles at the first call: not without a CUDA toolkit, nor where SGLang is told
-    to leave it alone.
-    """
+def _why_deep_gemm_cannot_compile() -> str | None:
+    if not torch.cuda.is_available():
+        return None
     if os.environ.get("SGLANG_ENABLE_JIT_DEEPGEMM", "1").strip().lower() in ("0", "false", "no"):
-        return False
+        return "is switched off by SGLANG_ENABLE_JIT_DEEPGEMM"
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    return os.path.isdir(home) or shutil.which("nvcc") is not None
+    if not os.path.isdir(home) and shutil.which("nvcc") is None:
+        return f"compiles at its first call, and there is no CUDA toolkit: no {home} and no nvcc on PATH"
+    return None
+
+
+# What has to be true besides being installed: module -> why it is not, in words that follow the name, or None. DeepGEMM
+# comes with SGLang, whether it can compile or not.
+_CONDITIONS: dict[str, Callable[[], str | None]] = {"deep_gemm": _why_deep_gemm_cannot_compile}
 
 
 def sm_name(sm: int | None) -> str:

@@ -181,7 +181,8 @@ def _index_rows() -> list[Implementation]:
             features = {"heads": HEADS, "max_k": INDEX_MAX_K, **_SELECTIONS.get(selection, {"sm": TRITON_SMS})}
             name, note = selection, f"scores by Triton, selection by {selection}, {_INEXACT}"
             if scores == "deep_gemm":
-                features |= {**_DEEP_GEMM, "sm": _DEEP_GEMM["sm"] & features["sm"]}
+                both = tuple(filter(None, (_DEEP_GEMM["package"], features.get("package"))))
+                features |= {**_DEEP_GEMM, "sm": _DEEP_GEMM["sm"] & features["sm"], "package": both}
                 name = scores if exact else f"{scores}_{selection}"
                 note = _GATHERED if exact else f"scores by DeepGEMM, selection by {selection}, {_INEXACT}"
             rows.append(

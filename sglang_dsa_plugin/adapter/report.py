@@ -19,7 +19,7 @@ def serving_line(backend: DsaBackend, pool: DsaPool) -> str:
     keys = pool.index_pages.key_dtype
     layers, indexing = pool.layer_num, sum(pages.shape[0] > 0 for pages in pool.index_pages.buffer)
     config = backend.config
-    used = "; ".join(f"{op}={choice.name}: {choice.reason}" for op, choice in backend.choices.items())
+    used = "; ".join(f"{op}={choice.words}: {choice.reason}" for op, choice in backend.choices.items())
     return (
         f"sglang-dsa-plugin {__version__} serves {config.architecture}: "
         f"backend={type(backend).__name__} ({used}); "

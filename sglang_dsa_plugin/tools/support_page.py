@@ -20,10 +20,11 @@ _HEAD = """# What runs where
 Written from the support table (`sglang_dsa_plugin/support.py`); a test compares the two. A cell names the
 implementation that is chosen: `triton` and `torch` are this package's, `flash_mla`, `fa3` and `deep_gemm` are kernels
 of packages that SGLang brings, called through checked adapters. `a / b` means a with the package installed, b without
-it. Head counts are those of one rank, for picks (scores and selection) those of the indexer; prefill means 256 rows or
-more, for picks 256 a request on average. Where dense prefill is `torch` on a GPU and sparse is not, short prompts run
-sparse instead. The choice does not depend on k from 64 to 4096, nor on the length of a request. Kernels of other
-packages that have not been measured to be faster are taken by name only; they have a table of their own below.
+it. Head counts are those of one rank, for picks (scores and selection) those of the indexer. Rows are the requests of a
+decode step; prefill means 256 rows or more, for picks 256 a request on average, and with fewer it takes what decode
+takes. Where dense prefill is `torch` on a GPU and sparse is not, short prompts run sparse instead. The choice does not
+depend on k from 64 to 4096, nor on the length of a request. Kernels of other packages that have not been measured to be
+faster are taken by name only; they have a table of their own below.
 """
 
 _BY_NAME = """## By name
@@ -65,7 +66,7 @@ def _table(device: str, sm: int | None) -> str:
 
 
 def _over_heads(device: str, sm: int | None, dtype: torch.dtype, layout: str, operator: str) -> str:
-    """Implementations by head count (for picks the indexer's), in one cell: "triton, 64 heads flash_mla / triton"."""
+    """Implementations by head count (for picks the indexer's), in one cell: "triton; 64 heads: flash_mla / triton"."""
     index = plan.USES.get(operator) == "index_select_paged"
 
     def name(heads: int) -> str:
@@ -73,15 +74,16 @@ def _over_heads(device: str, sm: int | None, dtype: torch.dtype, layout: str, op
         for packages in ("all", "none"):
             found = plan.operator_choices(device, layout, sm, dtype, HEADS[0] if index else heads, packages, heads)
             # Prefill's picks are there where they are by another implementation.
-            both.append((found.get(operator) or found["index_select_paged"]).name)
+            choice = found.get(operator) or found["index_select_paged"]
+            both.append(choice.words if operator == "sparse_mla" else choice.name)
         return " / ".join(dict.fromkeys(both))
 
     groups: dict[str, list[int]] = {}
     for heads in INDEX_HEADS if index else HEADS:
         groups.setdefault(name(heads), []).append(heads)
     usual = max(groups, key=lambda n: len(groups[n]))
-    rest = [f"{_words(heads)} heads {found}" for found, heads in groups.items() if found != usual]
-    return ", ".join([usual, *rest])
+    rest = [f"{_words(heads)} heads: {found}" for found, heads in groups.items() if found != usual]
+    return "; ".join([usual, *rest])
 
 
 def _words(numbers: list[int]) -> str:

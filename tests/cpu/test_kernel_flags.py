@@ -1,6 +1,7 @@
 """SGLang's kernel flags: every value it accepts is served or refused by name, on mocked GPUs."""
 
 import argparse
+import itertools
 
 import pytest
 import torch
@@ -15,13 +16,15 @@ KV = {"bf16_1152": "bf16", "fp8_656": "fp8_e4m3", "fp8_576": "fp8_e4m3"}
 
 @pytest.fixture(autouse=True)
 def all_packages(monkeypatch):
-    monkeypatch.setattr("sglang_dsa_plugin.support_row._installed", lambda package: True)
+    monkeypatch.setattr("sglang_dsa_plugin.support_row.unusable", lambda package: None)
     support._choose.cache_clear()
     yield
     support._choose.cache_clear()
 
 
 def serving(sm=90, kv="auto", dtype=BF16, heads=16, index_heads=64, topk=2048, **flags):
+    """picker: the flag of the selection, as topk is the number of picks."""
+    flags = {"topk" if name == "picker" else name: value for name, value in flags.items()}
     return plan.plan_serving(
         model_dtype=dtype,
         kv_cache_dtype=kv,
@@ -46,6 +49,9 @@ def serving(sm=90, kv="auto", dtype=BF16, heads=16, index_heads=64, topk=2048, *
         (90, "bf16", {"prefill": "flashmla_auto"}, "flash_mla", "triton"),
         (90, "fp8_e4m3", {"prefill": "flashmla_auto"}, "flash_mla_kv", "triton"),
         (100, "fp8_e4m3", {"prefill": "trtllm", "decode": "trtllm"}, "trtllm_fp8", "trtllm_fp8"),
+        (100, "fp8_e4m3", {"prefill": "triton", "decode": "trtllm"}, "triton", "trtllm_fp8"),
+        (100, "fp8_e4m3", {"prefill": "trtllm", "decode": "triton"}, "trtllm_fp8", "triton"),
+        (100, "fp8_e4m3", {"decode": "trtllm"}, "triton", "trtllm_fp8"),
         (103, "bf16", {"prefill": "flashmla_sparse", "decode": "trtllm"}, "flash_mla", "trtllm"),
         (120, "fp8_e4m3", {"prefill": "triton", "decode": "triton"}, "triton", "triton"),
         (80, "bf16", {"decode": "triton"}, "triton", "triton"),
@@ -86,9 +92,18 @@ def test_every_pair_of_value_and_gpu_is_served_as_asked_or_refused_by_its_flag(k
         ({"kv": "fp8_e4m3", "decode": "fa3"}, f"{DECODE} fa3 reads bf16_1152 rows, and the pool holds fp8_656"),
         ({"kv": "fp8_e4m3", "decode": "flashmla_sparse"}, f"{DECODE} flashmla_sparse reads bf16_1152 rows"),
         ({"kv": "fp8_e4m3", "prefill": "flashmla_sparse"}, "use one of flashmla_kv, flashmla_auto, triton, "),
-        ({"kv": "fp8_e4m3", "decode": "trtllm"}, r"\(left out\) and .* trtllm read different fp8 rows .* for both"),
-        ({"kv": "fp8_e4m3", "prefill": "trtllm"}, f"{PREFILL} trtllm and {DECODE} .left out. read different fp8"),
-        ({"kv": "fp8_e4m3", "prefill": "flashmla_kv", "decode": "trtllm"}, "cannot share a pool; name trtllm for both"),
+        (
+            {"kv": "fp8_e4m3", "prefill": "flashmla_kv", "decode": "trtllm"},
+            f"{PREFILL} flashmla_kv and {DECODE} trtllm read different fp8 rows .fp8_656 and fp8_576. and cannot share",
+        ),
+        (
+            {"kv": "fp8_e4m3", "prefill": "flashmla_sparse", "decode": "trtllm", "sm": 100},
+            f"{PREFILL} flashmla_sparse reads bf16_1152 rows, and the pool holds fp8_576; use one of trtllm, triton, ",
+        ),
+        (
+            {"kv": "fp8_e4m3", "prefill": "tilelang", "decode": "trtllm"},
+            f"{PREFILL} tilelang is part of SGLang's own attention",
+        ),
         ({"decode": "flashmla_auto"}, f"{DECODE} flashmla_auto chooses among kernels for prefill only; use one of"),
         ({"decode": "triton_sparse_mla"}, f"{DECODE} triton_sparse_mla chooses among kernels for prefill only"),
         ({"prefill": "flashmla_sparse_q8"}, f"{PREFILL} flashmla_sparse_q8 rounds .* use flashmla_sparse"),
@@ -134,7 +149,7 @@ def test_each_refusal_names_its_flag_and_the_remedy(arguments, message):
             topk=rest.get("topk", 2048),
             flags=KernelFlags(**flags),
         )
-    assert "leave the flag out" in str(refusal.value) or "for both or for neither" in str(refusal.value)
+    assert "leave the flag out" in str(refusal.value) or "leave one of the flags out" in str(refusal.value)
 
 
 FLAGS = ("prefill", "decode", "picker", "logits")
@@ -197,6 +212,70 @@ def test_flags_survive_the_way_to_a_worker():
 
 
 FIELDS = {"prefill": PREFILL, "decode": DECODE, "topk": TOPK, "logits": LOGITS}
+ATTENTION_VALUES = [*ATTENTION, *kernel_flags._NOT_SERVED, "new_one"]
+VALUES = {
+    "prefill": ATTENTION_VALUES,
+    "decode": ATTENTION_VALUES,
+    "topk": ["sgl-kernel", "torch", "flashinfer", "new_one"],
+    "logits": ["auto", "deepgemm", "cutedsl", "aiter", "new_one"],
+}
+# By what each kernel documents; all others read either.
+FP8_ROWS = {"flashmla_kv": "fp8_656", "flashmla_auto": "fp8_656", "trtllm": "fp8_576"}
+
+
+def refused(**asked):
+    try:
+        serving(**asked)
+    except Refusal as refusal:
+        return str(refusal)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("sm", "kv"), [(90, "bf16"), (90, "fp8_e4m3"), (100, "bf16"), (100, "fp8_e4m3"), (120, "bf16")]
+)
+@pytest.mark.parametrize("fields", list(itertools.combinations(FIELDS, 2)), ids="-".join)
+def test_a_pair_is_refused_for_what_is_true_of_it(fields, sm, kv):
+    """As each flag alone, by the flag that is at fault, unless both are attention and no row suits both."""
+    place = {"sm": sm, "kv": kv, "topk": 4096 if sm == 120 else 2048}
+    named = {field: "picker" if field == "topk" else field for field in fields}
+    alone = {(f, v): refused(**place, **{named[f]: v}) for f in fields for v in VALUES[f]}
+    for pair in itertools.product(*(VALUES[field] for field in fields)):
+        message = refused(**place, **dict(zip(named.values(), pair)))
+        at_fault = [f"{FIELDS[f]} {v} " for f, v in zip(fields, pair) if alone[f, v] is not None]
+        apart = kv == "fp8_e4m3" and len({FP8_ROWS[v] for v in pair if v in FP8_ROWS}) == 2
+        if message is None:
+            assert not at_fault and not apart, pair
+        elif "share a pool" in message:
+            assert apart and f"{PREFILL} {pair[0]} and {DECODE} {pair[1]} read different fp8 rows" in message
+        else:
+            assert any(map(message.startswith, at_fault)), message
+
+
+def test_rows_are_chosen_by_the_kernel_that_reads_one_kind_only():
+    for other in ("triton", "triton_sparse_mla", None):
+        assert KernelFlags(other, "trtllm").fp8_layout() == "fp8_576"
+    assert KernelFlags("trtllm", "triton").fp8_layout() == KernelFlags("trtllm").fp8_layout() == "fp8_576"
+    for flags in (KernelFlags("flashmla_kv", "triton"), KernelFlags("triton", "flashmla_kv")):
+        assert flags.fp8_layout() == "fp8_656"
+    assert KernelFlags("triton", "triton").fp8_layout() is KernelFlags().fp8_layout() is None
+
+
+def test_rows_of_the_setting_are_named_as_such(monkeypatch):
+    monkeypatch.setenv("SGLANG_DSA_PLUGIN_LATENT_LAYOUT", "fp8_656")
+    message = refused(sm=100, kv="fp8_e4m3", decode="trtllm")
+    assert "pool holds fp8_656" in message and "unset SGLANG_DSA_PLUGIN_LATENT_LAYOUT" in message
+    assert "--kv-cache-dtype" not in message
+
+
+def test_scores_and_selection_of_two_packages_need_both(monkeypatch):
+    monkeypatch.setattr(
+        "sglang_dsa_plugin.support_row.unusable",
+        lambda package: f"{package} is not installed" if package == "flashinfer" else None,
+    )
+    support._choose.cache_clear()
+    with pytest.raises(ValueError, match="flashinfer is not installed"):
+        support.choose("index_select_paged", device="cuda", sm=90, impl="deep_gemm_flashinfer")
 
 
 def test_every_value_sglang_accepts_is_known():

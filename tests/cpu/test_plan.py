@@ -50,8 +50,7 @@ def test_raw_and_packed_rows_cannot_share_a_pool():
     assert plan.latent_layout(BF16, KernelFlags(decode="trtllm")).name == "bf16_1152"
     with pytest.raises(plan.Refusal, match="--dsa-prefill-backend flashmla_kv and --dsa-decode-backend trtllm"):
         plan.latent_layout(FP8, KernelFlags("flashmla_kv", "trtllm"))
-    with pytest.raises(plan.Refusal, match=r"--dsa-prefill-backend \(left out\) and --dsa-decode-backend trtllm"):
-        plan.latent_layout(FP8, KernelFlags(decode="trtllm"))
+    assert plan.latent_layout(FP8, KernelFlags(decode="trtllm")).name == "fp8_576"
 
 
 def test_bytes_per_token_count_layers_that_reuse_picks_once():
@@ -145,3 +144,34 @@ def test_every_cell_has_something_to_run(sm, packages):
                 assert support.choose("index_select_paged", device=device, sm=sm, k=k).implementation.load()
             if packages == "none":
                 assert all(choice.implementation.package is None for choice in choices.values())
+
+
+def test_a_choice_says_what_other_numbers_of_rows_take():
+    found = plan.operator_choices("cuda", "bf16_1152", 90, BF16, 64, "all", index_heads=64, topk=2048)
+    assert found["sparse_mla"].words == "triton, fa3 from 16 rows on, flash_mla from 256"
+    assert found["sparse_mla_prefill"].words == "flash_mla"
+    assert found["index_select_prefill"].words == "triton, deep_gemm from 256 rows a request on"
+    assert found["index_select_paged"].words == "triton" and found["dense_mha"].words == "fa3"
+    few = plan.operator_choices("cuda", "bf16_1152", 90, BF16, 16, "all", index_heads=32, topk=2048)
+    assert few["sparse_mla"].words == "triton"
+    assert plan.operator_choices("cpu", "bf16_1152")["sparse_mla"].words == "numba, torch from 16 rows on"
+
+
+def test_a_flag_of_one_phase_leaves_the_steps_of_the_other():
+    found = plan.operator_choices(
+        "cuda", "bf16_1152", 90, BF16, 64, "all", index_heads=64, topk=2048, flags=KernelFlags(decode="fa3")
+    )
+    assert found["sparse_mla"].words == "fa3"
+    assert found["sparse_mla_prefill"].words == "triton, fa3 from 16 rows on, flash_mla from 256"
+
+
+def test_a_decode_graph_needs_every_step_to_be_recordable(monkeypatch):
+    slow = support.Implementation("sparse_mla", "slow", lambda: None, first=support.Where(min_rows=16))
+    monkeypatch.setattr(support, "_ROWS", [slow, *support.rows()])
+    support._choose.cache_clear()
+    try:
+        serving = plan.plan_serving(model_dtype=BF16, device="cuda", sm=120)
+        assert serving.implementations["sparse_mla"] == "triton" and not serving.capturable
+        assert "off, sparse_mla=slow reads values on the host" in serving.reasons["decode CUDA graph"]
+    finally:
+        support._choose.cache_clear()

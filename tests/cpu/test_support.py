@@ -56,13 +56,24 @@ def test_deep_gemm_needs_a_toolkit_and_sglangs_leave(monkeypatch, tmp_path):
     monkeypatch.setattr(support_row.shutil, "which", lambda name: None)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.delenv("SGLANG_ENABLE_JIT_DEEPGEMM", raising=False)
-    there = support_row._installed.__wrapped__
-    assert there("deep_gemm")
+    why = support_row.unusable.__wrapped__
+    assert why("deep_gemm") is None
     monkeypatch.setenv("SGLANG_ENABLE_JIT_DEEPGEMM", "0")
-    assert not there("deep_gemm") and there("flash_mla")
+    assert why("deep_gemm") == "deep_gemm is switched off by SGLANG_ENABLE_JIT_DEEPGEMM" and why("flash_mla") is None
     monkeypatch.delenv("SGLANG_ENABLE_JIT_DEEPGEMM")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "none"))
-    assert not there("deep_gemm")
+    assert why("deep_gemm").startswith("deep_gemm compiles at its first call, and there is no CUDA toolkit: no ")
+
+
+def test_a_package_counts_where_its_condition_holds(monkeypatch, own_rows):
+    monkeypatch.setattr(support_row.importlib.util, "find_spec", lambda package: object())
+    monkeypatch.setitem(support_row._CONDITIONS, "some", lambda: "is too old")
+    support.register(fast(package=("other", "some")), before="torch")
+    monkeypatch.setattr(support_row, "unusable", support_row.unusable.__wrapped__)
+    assert support.choose("sparse_mla", device="cpu").rejected == {"fast": "some is too old"}
+    assert support.choose("sparse_mla", device="cpu", packages="all").name == "fast"
+    missing = support.choose("sparse_mla", device="cpu", packages="none")
+    assert missing.rejected == {"fast": "other is not installed"}
 
 
 def test_unknown_names_are_refused():

@@ -23,7 +23,7 @@ def test_a_measured_choice_comes_first_where_it_can_run(monkeypatch):
         return "flash_mla"
 
     monkeypatch.setattr(tuned, "preferred", preferred)
-    monkeypatch.setattr(support_row, "_installed", lambda package: package == "flash_mla")
+    monkeypatch.setattr(support_row, "unusable", lambda package: None if package == "flash_mla" else "not here")
     support._choose.cache_clear()
     support._measured.cache_clear()
     choice = support.choose("sparse_mla", rows=20, **features)
