@@ -15,7 +15,7 @@ import torch
 
 # From here on a call is a prefill in the eyes of kernels that do not split one row over the GPU.
 MANY_ROWS = 256
-# Below it a call is a decode step of a few requests.
+# Below it a call is a decode step of a few requests; on a CPU it runs on one thread (adapter/cpu_threads.py).
 SOME_ROWS = 16
 # Numbers of query rows that choices may depend on; those in between count as the one below.
 ROW_STEPS = (0, SOME_ROWS, MANY_ROWS)

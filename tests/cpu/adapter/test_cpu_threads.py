@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sglang_dsa_plugin import support
 from sglang_dsa_plugin.adapter import cpu_threads
 
 
@@ -23,10 +24,19 @@ def model(mib: int) -> torch.nn.Module:
 
 def test_decode_of_a_small_model_takes_one_thread_and_the_next_step_all():
     threads = cpu_threads.StepThreads(model(100))
-    for rows, want in ((1, 1), (None, 4), (16, 1), (17, 4), (1, 1)):
+    for rows, want in ((1, 1), (None, 4), (15, 1), (16, 4), (1, 1)):
         threads.set(rows)
         assert torch.get_num_threads() == want
-    assert threads.describe() == ("decode of up to 16 requests on 1 of 4 threads, since the weights are only 100 MiB")
+    assert threads.describe() == (
+        "decode of fewer than 16 requests on 1 of 4 threads, since the weights are only 100 MiB"
+    )
+
+
+def test_the_kernel_for_one_thread_is_taken_where_steps_run_on_one():
+    threads = cpu_threads.StepThreads(model(1))
+    for rows in range(1, 40):
+        compiled = support.choose("sparse_mla", device="cpu", heads=16, rows=rows, packages="all").name == "numba"
+        assert compiled == (threads.for_decode(rows) == 1), rows
 
 
 def test_larger_weights_are_read_by_all_threads():
