@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -15,13 +17,21 @@ logger = logging.getLogger(__name__)
 # Sums may be reordered, which lets loops over them become vectors. NaN and infinity keep their meaning.
 FLOAT_RULES = {"reassoc", "contract", "nsz"}
 _OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": FLOAT_RULES}
+_SOURCES = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile at the first call, and keep the result on disk where there is a place for it.
 
     numba looks beside the source file, then in the user's cache directory, and raises when it may write to neither.
+    What it keeps holds the code of other files' functions and the values of constants, too, but it only notices a
+    change of the function's own file. So the name it is kept under has all sources here and the constants in it.
     """
+    kept_under = _SOURCES.copy()
+    for name, value in sorted(function.__globals__.items()):
+        if isinstance(value, bool | int | float | np.generic):
+            kept_under.update(f"{name}={value!r};".encode())
+    function.__qualname__ += f"_{kept_under.hexdigest()[:12]}"
     try:
         return numba.njit(cache=True, **_OPTIONS)(function)
     except RuntimeError as error:
