@@ -9,19 +9,15 @@ long prompts; scores are held under SGLANG_DSA_PLUGIN_SCORES_MB, so the differen
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 import subprocess
-import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from sglang_dsa_plugin import __version__
+from sglang_dsa_plugin.tools import bench_header
 from sglang_dsa_plugin.tools.bench_client import Client, decode_rate
 from sglang_dsa_plugin.tools.make_model import make_model
 from sglang_dsa_plugin.tools.serve import running, stop_with_this_command
@@ -62,18 +58,14 @@ def bench_cpu(
             startup = wait_ready(server, launch, log, 600)
             figures = measure(launch, server.pid, new_tokens, repeats, prefill_tokens, long_tokens)
             line = in_use(log)
-    record = {
-        "command": " ".join(["sglang-dsa", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": device_name(),
-        "version": __version__,
+    record = bench_header.header(bench_header.cpu_name()) | {
         "model": shape,
         "startup_s": round(startup, 1),
         "in_use": line,
         "figures": figures,
     }
     if json_out is not None:
-        json_out.write_text(json.dumps(record, indent=1) + "\n")
+        bench_header.write(json_out, record)
     show(record)
 
 
@@ -109,13 +101,6 @@ def peak_mib(server_pid: int) -> float:
             found = [line for line in status.read_text().splitlines() if line.startswith("VmHWM")]
             peaks += [int(found[0].split()[1]) / 1024] if found else []
     return max(peaks)
-
-
-def device_name() -> str:
-    """Model name of the CPU and the cores this process may use."""
-    info = Path("/proc/cpuinfo").read_text().splitlines()
-    name = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), "unknown CPU")
-    return f"{name}, {len(os.sched_getaffinity(0))} cores"
 
 
 def show(record: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ def bench_kernels(
     list_cases: Annotated[bool, typer.Option("--list", help="name the cases and measure nothing")] = False,
 ) -> None:
     """Time kernels against the built-in's; exit status 1 when one is slower in every round, fails or disagrees."""
-    from sglang_dsa_plugin.tools import bench_plot, bench_report
+    from sglang_dsa_plugin.tools import bench_header, bench_plot, bench_report
     from sglang_dsa_plugin.tools.bench_cases import Sizes, cases
 
     try:
@@ -75,13 +75,13 @@ def bench_kernels(
                 at = f"[{len(results)}/{len(chosen)}, {time.monotonic() - began:.0f} s]"
                 print(at, bench_report.line(result), file=sys.stderr, flush=True)
                 if json_out is not None:
-                    bench_report.write(json_out, bench_report.record(results, device, rounds, "not yet complete"))
+                    bench_header.write(json_out, bench_report.record(results, device, rounds, "not yet complete"))
     except Stopped as stop:
         ended, status = f"cut short by {signal.Signals(stop.args[0]).name}", 128 + stop.args[0]
     except LostDevice as lost:
         ended, status = f"cut short: {lost}", 1
     if json_out is not None:
-        bench_report.write(json_out, bench_report.record(results, device, rounds, ended))
+        bench_header.write(json_out, bench_report.record(results, device, rounds, ended))
     _finish(results, device, ended, plot, status)
 
 
@@ -124,7 +124,7 @@ def device_facts(command: str = "bench kernels") -> dict[str, Any]:
     """Name, capability, L2 and memory of the GPU in use; a usage error that says what is needed where there is none."""
     import torch
 
-    from sglang_dsa_plugin.tools.bench_server import gpu_name
+    from sglang_dsa_plugin.tools.bench_header import gpu_name
 
     if not torch.cuda.is_available():
         raise typer.BadParameter(f"{command} {NO_GPU}")

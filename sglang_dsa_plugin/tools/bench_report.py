@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from sglang_dsa_plugin import __version__
+from sglang_dsa_plugin.tools.bench_header import header
 from sglang_dsa_plugin.tools.bench_run import Result
 from sglang_dsa_plugin.tools.bench_timing import Spread
 
-PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "sgl-deep-gemm", "sgl-flash-mla")
 COLUMNS = (
     "case",
     "sets",
@@ -100,33 +95,12 @@ def slower(results: Sequence[Result]) -> list[str]:
 
 def record(results: Sequence[Result], device: dict[str, Any], rounds: int, ended: str) -> dict[str, Any]:
     """All that is known about a run. ended: "complete", or what cut it short."""
-    return {
-        "command": " ".join(["sglang-dsa", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": device,
-        "versions": {"sglang-dsa-plugin": __version__, "python": platform.python_version(), **_versions()},
+    return header(device) | {
         "method": "CUDA graph of one call a set, microseconds a call; contestants interleaved, ratios by round",
         "rounds": rounds,
         "ended": ended,
         "cases": [result.record() for result in results],
     }
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
-
-
-def write(path: Path, whole: dict[str, Any]) -> None:
-    """Write the record so that a reader, or a run that is killed now, finds the old file or the new one."""
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(json.dumps(whole, indent=1) + "\n")
-    beside.replace(path)
 
 
 def read(path: Path) -> tuple[list[Result], dict[str, Any], str]:

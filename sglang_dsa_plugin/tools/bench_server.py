@@ -10,18 +10,14 @@ shows drift.
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from sglang_dsa_plugin import __version__
+from sglang_dsa_plugin.tools import bench_header
 from sglang_dsa_plugin.tools.bench_client import Client, decode_rate
 from sglang_dsa_plugin.tools.make_model import make_model
 from sglang_dsa_plugin.tools.serve import running, stop_with_this_command
@@ -77,15 +73,9 @@ def bench_server(
             except (Failure, RuntimeError) as failure:
                 say(f"{side}: {failure!r}")
                 runs.append({"side": side, "failed": str(failure)[:2000]})
-    record = {
-        "command": " ".join(["sglang-dsa", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": gpu_name(),
-        "version": __version__,
-        "runs": runs,
-    }
+    record = bench_header.header(bench_header.gpu_name()) | {"runs": runs}
     if json_out is not None:
-        json_out.write_text(json.dumps(record, indent=1) + "\n")
+        bench_header.write(json_out, record)
     show(record)
     if any("failed" in run for run in runs):
         raise typer.Exit(1)
@@ -140,17 +130,6 @@ def _numbers(flag: str, text: str) -> list[int]:
     if not numbers or min(numbers) < 1:
         raise typer.BadParameter(f"{flag} {text}: whole numbers above 0, comma-separated")
     return numbers
-
-
-def gpu_name() -> str:
-    """Name and driver of the first GPU, from nvidia-smi; the visible device when CUDA_VISIBLE_DEVICES names one."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run([*query, *(["-i", visible] if visible else [])], capture_output=True, text=True)
-    except FileNotFoundError:
-        return "no nvidia-smi"
-    return answer.stdout.strip().splitlines()[0] if answer.stdout.strip() else "no GPU"
 
 
 def show(record: dict[str, Any]) -> None:

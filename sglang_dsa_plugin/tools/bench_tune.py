@@ -32,7 +32,7 @@ def bench_tune(
     import torch
 
     from sglang_dsa_plugin import tuned
-    from sglang_dsa_plugin.tools import bench_points, bench_report
+    from sglang_dsa_plugin.tools import bench_header, bench_points, bench_report
     from sglang_dsa_plugin.tools.bench_timing import GraphClock
 
     device = bench_kernels.device_facts("bench tune")
@@ -60,7 +60,7 @@ def bench_tune(
     }
     if status:  # half a table must not be shipped by mistake
         target = target.with_suffix(".partial.json")
-    bench_report.write(target, table)
+    bench_header.write(target, table)
     print(json.dumps({key: table[key] for key in ("choices", "dense_up_to")}, indent=1))
     print(f"written to {target}", file=sys.stderr)
     if status or not points:

@@ -1,0 +1,54 @@
+"""What heads the JSON of every benchmark is the same."""
+
+import contextlib
+import json
+import types
+
+import pytest
+from typer.testing import CliRunner
+
+from sglang_dsa_plugin import __version__
+from sglang_dsa_plugin.cli import app
+from sglang_dsa_plugin.tools import bench_cpu, bench_header, bench_report, bench_server
+
+HEADER = {"command", "date", "device", "versions"}
+
+
+@contextlib.contextmanager
+def no_server(*_args):
+    yield types.SimpleNamespace(pid=1)
+
+
+@pytest.mark.parametrize(
+    ("bench", "name", "figures"),
+    [(bench_cpu, "cpu", {"tokens/s": 1.0}), (bench_server, "server", {"case": {"median": 1.0}})],
+)
+def test_server_benchmarks(monkeypatch, tmp_path, bench, name, figures):
+    fakes = {
+        "running": no_server,
+        "wait_ready": lambda *_: 1.0,
+        "measure": lambda *_: figures,
+        "in_use": lambda log: None if "builtin" in str(log) else "in use",
+        "plan_launch": lambda *_args, **_kwargs: None,
+        "stop_with_this_command": lambda: None,
+        "make_model": lambda *_args, **_kwargs: None,
+        "make_shape": lambda *_: None,
+    }
+    for one, fake in fakes.items():
+        monkeypatch.setattr(bench, one, fake, raising=False)
+    out = tmp_path / "figures.json"
+    result = CliRunner().invoke(app, ["bench", name, "--json", str(out)])
+    assert result.exit_code == 0, result.output
+    check(json.loads(out.read_text()))
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+
+
+def test_kernels():
+    check(bench_report.record([], {"name": "some GPU"}, 5, "complete"))
+
+
+def check(record):
+    assert record.keys() > HEADER and next(iter(record)) == "command"
+    assert record["command"].startswith("sglang-dsa ") and record["device"]
+    assert record["versions"]["sglang-dsa-plugin"] == __version__
+    assert record["versions"].keys() > set(bench_header.PACKAGES)
