@@ -23,7 +23,7 @@ from sglang_dsa_plugin.ops import (
     select,
     sparse_mla,
 )
-from sglang_dsa_plugin.tools.check_judges import Case, Tensors, attention, close, equal, rounded_attention
+from sglang_dsa_plugin.tools.check_judges import Case, Tensors, attention, close, equal, rounded_attention, spread_of
 
 BF16 = torch.bfloat16
 KV_SCALE = 0.02
@@ -247,7 +247,6 @@ def _attention(normal: Callable, integers: Callable, on: Callable) -> Iterator[C
         scale = KV_SCALE if layout == "fp8_576" else 1.0
         dtype = torch.float32 if layout == "fp32_2304" else BF16
         rows = quant.reference_quantize_latent(latent, turned, layout, scale)
-        values = quant.reference_dequantize_latent(rows, layout, scale)
         for heads in (8, 16, 64, 128):
             q, slots = normal(5, heads, 576, dtype=dtype), integers(0, 500, 5, 192)
             slots[0, 3:40], slots[1], slots[2, 1:] = -1, -1, -1
@@ -258,7 +257,7 @@ def _attention(normal: Callable, integers: Callable, on: Callable) -> Iterator[C
                 lambda d, i, q=q, r=rows, s=slots, y=layout, z=scale: sparse_mla.sparse_mla(
                     *on(d, q, r, s), SCALE, y, z, impl=i
                 ),
-                (*want, spread_of(q, values, slots)), attention, rounded_attention,
+                (*want, spread_of(q, rows, slots, SCALE, layout, scale)), attention, rounded_attention,
             )  # fmt: skip
     cu_q, cu_k = torch.tensor([0, 5, 6, 70], dtype=torch.int32), torch.tensor([0, 5, 90, 160], dtype=torch.int32)
     for heads, width, out in ((16, 192, 128), (8, 256, 256)):
@@ -281,13 +280,3 @@ def _attention(normal: Callable, integers: Callable, on: Callable) -> Iterator[C
             lambda d, i, a=(q, k, v, picks, cu_q, cu_k): masked_mha.masked_mha(*on(d, *a), SCALE, impl=i),
             masked_mha.reference(q, k, v, picks, cu_q, cu_k, SCALE), attention,
         )  # fmt: skip
-
-
-def spread_of(q: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """sum of weight * |latent| [R, H, 512] in fp64, without a sink; a slot of -1 does not count."""
-    spread = torch.zeros(*q.shape[:2], 512, dtype=torch.float64)
-    for r in range(q.shape[0]):
-        rows = values[slots[r, slots[r] >= 0].long()]
-        if len(rows):
-            spread[r] = torch.softmax(SCALE * q[r].double() @ rows.T, dim=1) @ rows[:, :512].abs()
-    return spread

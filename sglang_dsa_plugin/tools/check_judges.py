@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_dsa_plugin.cache.layouts import LATENT_DIM
+from sglang_dsa_plugin.ops import quant
+
 Tensors = tuple[torch.Tensor | None, ...]
 Judge = Callable[[Tensors, Tensors], float]
 # Kernels of other packages round the weights of attention to bf16 (docs/operators.md).
@@ -101,3 +104,25 @@ def rounded_attention(got: Tensors, want: Tensors, rounded: int = 1) -> float:
     """
     out, want_out, spread = got[0].double(), want[0].double(), want[2].double()
     return _attention(got, want, 2**-8 * (spread + rounded * want_out.abs()) + 1e-5, (out - want_out).abs())
+
+
+def spread_of(
+    q: torch.Tensor,
+    kv_rows: torch.Tensor,
+    slots: torch.Tensor,
+    scale: float,
+    layout: str,
+    kv_scale: float = 1.0,
+    lengths: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The sum of weight * |value| of `ops.sparse_mla` without a sink, fp64 [R, H, 512]: what the error of a kernel that
+    rounds its weights is relative to. Slots count as there: those within the row's length that name a cached row.
+    """
+    values = quant.reference_dequantize_latent(kv_rows, layout, kv_scale)
+    spread = torch.zeros(*q.shape[:2], LATENT_DIM, dtype=torch.float64, device=q.device)
+    for r in range(q.shape[0]):
+        mine = slots[r] if lengths is None else slots[r, : lengths[r]]
+        rows = values[mine[(mine >= 0) & (mine < kv_rows.shape[0])].long()]
+        if len(rows):
+            spread[r] = torch.softmax(scale * q[r].double() @ rows.T, dim=1) @ rows[:, :LATENT_DIM].abs()
+    return spread

@@ -9,7 +9,9 @@ from typer.testing import CliRunner
 from sglang_dsa_plugin import support
 from sglang_dsa_plugin.cli import app
 from sglang_dsa_plugin.kernels.torch_impl import select, sparse_mla
+from sglang_dsa_plugin.ops import quant
 from sglang_dsa_plugin.tools import check, check_cases
+from sglang_dsa_plugin.tools.check_judges import spread_of
 
 
 def test_every_operator_has_a_case():
@@ -76,3 +78,19 @@ def test_what_is_wrong_is_named(monkeypatch, operator, wrong, said):
 def test_a_name_that_no_operator_has():
     result = CliRunner().invoke(app, ["check", "--device", "cpu", "--only", "nonesuch"])
     assert result.exit_code == 2 and "nonesuch" in result.output
+
+
+def test_the_spread_is_attention_to_the_sizes_of_the_values():
+    """Slots past the length, outside the cache and -1 do not count; a row without a slot has none."""
+    g = torch.Generator().manual_seed(1)
+    rows = quant.quantize_latent(torch.randn(40, 512, generator=g), torch.randn(40, 64, generator=g), "fp8_576", 0.5)
+    q, slots = torch.randn(4, 2, 576, generator=g), torch.randint(0, 40, (4, 9), generator=g, dtype=torch.int32)
+    slots[0, 2:5], slots[1, 3], slots[2] = -1, 40, -1
+    lengths = torch.tensor([9, 9, 9, 4])
+    got = spread_of(q, rows, slots, 0.1, "fp8_576", 0.5, lengths)
+    values = quant.dequantize_latent(rows, "fp8_576", 0.5).double()
+    for r in range(4):
+        mine = [s for s in slots[r, : lengths[r]].tolist() if 0 <= s < 40]
+        weights = torch.softmax(0.1 * q[r].double() @ values[mine].T, dim=1) if mine else torch.zeros(2, 0).double()
+        assert torch.allclose(got[r], weights @ values[mine, :512].abs(), atol=1e-12)
+    assert (got[2] == 0).all() and got.dtype == torch.float64

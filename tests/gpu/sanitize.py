@@ -239,8 +239,7 @@ def _more_attention() -> Iterator[Case]:
         lengths = torch.full((rows,), k - 3, dtype=torch.int32)
         slots[-1, 17:] = -1
         want = sparse_mla.reference(q, kv, slots, SCALE, layout, _scale_of(layout), sink, lengths)
-        values = quant.reference_dequantize_latent(kv, layout, _scale_of(layout))
-        spread = check_cases.spread_of(q, values, slots.masked_fill(torch.arange(k) >= lengths.unsqueeze(1), -1))
+        spread = check_judges.spread_of(q, kv, slots, SCALE, layout, _scale_of(layout), lengths)
 
         def run(
             d: torch.device,

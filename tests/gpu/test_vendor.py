@@ -12,6 +12,7 @@ import torch
 from sglang_dsa_plugin import support
 from sglang_dsa_plugin.kernels.triton.slot_prefix import slot_prefix
 from sglang_dsa_plugin.ops import dense_mha, quant, sparse_mla
+from sglang_dsa_plugin.tools.check_judges import spread_of
 from tests.cpu.ops.bounds import assert_attention
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +35,7 @@ def check(impl, q, kv, slots, layout, kv_scale=1.0, weights=1, **options):
     """One call against fp64. weights: how many times the bound of weights rounded to bf16."""
     with torch.device("cuda"):  # where the reference makes its own tensors
         want = sparse_mla.reference(q, kv, slots, SCALE, layout, kv_scale, **options)
-    spread = weights * magnitudes(q, kv, slots, layout, kv_scale, options.get("lengths"))
+    spread = weights * spread_of(q, kv, slots, SCALE, layout, kv_scale, options.get("lengths"))
     out, lse = sparse_mla.sparse_mla(q, kv, slots, SCALE, layout, kv_scale, impl=impl, **options)
     assert out.dtype == torch.bfloat16 and out.is_contiguous()
     rounded = 2 if "sink" in options and impl in SINK_AFTERWARDS else 1
@@ -60,18 +61,6 @@ def test_flash_mla_prefill(heads, k):
     sink = normal(heads, seed=3).float().cuda()
     for options in ({}, {"sink": sink}, {"lengths": lengths.cuda()}):
         check("flash_mla", q, kv, slots.cuda(), "bf16_1152", **options)
-
-
-def magnitudes(q, kv, slots, layout, kv_scale=1.0, lengths=None):
-    """sum of weight * |latent| [R, H, 512] in fp64; the last 64 values of a row only score."""
-    latents = quant.reference_dequantize_latent(kv, layout, kv_scale)
-    spread = torch.zeros(*q.shape[:2], 512, dtype=torch.float64, device=q.device)
-    for r in range(q.shape[0]):
-        mine = slots[r] if lengths is None else slots[r, : lengths[r]]
-        rows = latents[mine[(mine >= 0) & (mine < kv.shape[0])].long()]
-        if len(rows):
-            spread[r] = torch.softmax(SCALE * q[r].double() @ rows.T, dim=1) @ rows[:, :512].abs()
-    return spread
 
 
 # Implementation and the layouts that it reads; those whose result is the operator's.

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from sglang_dsa_plugin.cache.layouts import FP8, INDEX_DIM, PAGE_SIZE
-from sglang_dsa_plugin.ops import dense_mha, quant, select, sparse_mla
-from sglang_dsa_plugin.tools.check_judges import ROUNDS_WEIGHTS
+from sglang_dsa_plugin.ops import dense_mha, select, sparse_mla
+from sglang_dsa_plugin.tools.check_judges import ROUNDS_WEIGHTS, spread_of
 from tests.cpu.ops.bounds import assert_attention
 from tests.server.harness import Server, random_prompt
 
@@ -146,22 +146,9 @@ def _judge_sparse(call: dict[str, Any], report: Report) -> None:
     rounded = 1 if call["sink"] is None or call["implementation"] == "flash_mla" else 2
     spread = None
     if call["implementation"] in ROUNDS_WEIGHTS:
-        spread = _sizes(call["q"], call["kv_rows"], slots, call["scale"], call["layout"], call["kv_scale"])
+        spread = spread_of(call["q"], call["kv_rows"], slots, call["scale"], call["layout"], call["kv_scale"])
     assert_attention((call["out"], call["lse"]), want, spread=spread, rounded=rounded)
     report.rows += len(slots)
-
-
-def _sizes(
-    q: torch.Tensor, kv_rows: torch.Tensor, slots: torch.Tensor, scale: float, layout: str, kv_scale: float
-) -> torch.Tensor:
-    """sum of weight * |latent|, fp64 [R, H, 512]: what the error of a kernel that rounds its weights is relative to."""
-    values = quant.reference_dequantize_latent(kv_rows, layout, kv_scale)
-    sizes = torch.zeros(*q.shape[:2], 512, dtype=torch.float64)
-    for r in range(q.shape[0]):
-        rows = values[slots[r, slots[r] >= 0].long()]
-        if len(rows):
-            sizes[r] = torch.softmax(scale * q[r].double() @ rows.T, dim=1) @ rows[:, :512].abs()
-    return sizes
 
 
 def _judge_dense(call: dict[str, Any], report: Report) -> None:
