@@ -1,0 +1,168 @@
+"""Exact top-k of few long rows in CUDA C++ (select.cu): a cluster of blocks a row, SM 9.0 and later.
+
+What it does not take (many rows, tensors that end within a group of four scores, pages too small for a block's table)
+goes to the Triton kernels, which give the same picks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from sglang_dsa_plugin.kernels.triton import index_tables
+from sglang_dsa_plugin.kernels.triton import select as triton_select
+from sglang_dsa_plugin.support_row import unusable
+
+from . import program, tables
+
+_POSITIONS, _SLOTS, _BOTH = 0, 1, 2  # WRITE of select.cu
+_MOST_PAGES = 4096  # PAGES of select.cu
+
+
+def serves(device: torch.device, rows: int, width: int, k: int) -> bool:
+    """Whether the kernel is the faster one for such a selection here, and can run."""
+    gpu = index_tables.gpu_of(device)
+    return tables.serves(gpu, rows, width, k) and unusable("cuda.core") is None
+
+
+def topk(
+    scores: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    starts: torch.Tensor | None,
+    init_tokens: int,
+    local_tokens: int,
+) -> torch.Tensor:
+    """`ops.select.topk`."""
+    return select_rows(scores, lengths, k, starts, init_tokens, local_tokens)
+
+
+def topk_slots(
+    scores: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    page_table: torch.Tensor,
+    row_to_request: torch.Tensor,
+    page_size: int,
+    starts: torch.Tensor | None,
+    init_tokens: int,
+    local_tokens: int,
+) -> torch.Tensor:
+    """`ops.select.topk_slots` in the same pass."""
+    return select_rows(
+        scores, lengths, k, starts, init_tokens, local_tokens, slots=(page_table, row_to_request, page_size)
+    )
+
+
+def topk_ragged(
+    scores: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    offsets: torch.Tensor,
+    starts: torch.Tensor | None,
+    init_tokens: int,
+    local_tokens: int,
+) -> torch.Tensor:
+    """`ops.select.topk_ragged` in the same pass."""
+    return select_rows(scores, lengths, k, starts, init_tokens, local_tokens, offsets=offsets)
+
+
+def select_rows(
+    scores: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    starts: torch.Tensor | None,
+    init_tokens: int,
+    local_tokens: int,
+    *,
+    slots: tuple[torch.Tensor, torch.Tensor, int] | None = None,
+    offsets: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    slots_out: torch.Tensor | None = None,
+    shape: tables.SelectShape | None = None,
+) -> torch.Tensor:
+    """`select_rows` of kernels/triton/select.py without its tickets. Reads nothing on the host. shape: for tests."""
+    rows, width = scores.shape
+    if shape is None and rows:
+        # A row may begin anywhere in a group of four where rows or windows are not aligned.
+        aligned = starts is None and scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0
+        shape = tables.select_shape(index_tables.gpu_of(scores.device), rows, width if aligned else width + 3)
+    page_size = 1 if slots is None else slots[2]
+    if shape is None or not _fits(scores, shape, page_size if slots is not None else width):
+        return triton_select.select_rows(
+            scores,
+            lengths,
+            k,
+            starts,
+            init_tokens,
+            local_tokens,
+            slots=slots,
+            offsets=offsets,
+            out=out,
+            slots_out=slots_out,
+        )
+    if out is None:
+        out = torch.empty((rows, k), dtype=torch.int32, device=scores.device)
+    init = min(init_tokens, k)
+    local = min(local_tokens, k - init)
+    table, requests = (None, None) if slots is None else slots[:2]
+    wide = sum(
+        1 << bit
+        for bit, tensor in enumerate((lengths, starts, table, requests, offsets))
+        if tensor is not None and tensor.dtype == torch.int64
+    )
+    kernel = program.kernel(
+        "select.cu",
+        "select_rows",
+        scores.device,
+        {
+            "THREADS": shape.threads,
+            "CLUSTER": shape.cluster,
+            "HELD": shape.held,
+            "BLOCKS": shape.blocks,
+            "PAGE": page_size,
+            "WRITE": _POSITIONS if slots is None else _SLOTS if slots_out is None else _BOTH,
+            **dict(shape.more),
+        },
+    )
+    number, wide_number = ctypes.c_int, ctypes.c_longlong
+    kernel.launch(
+        rows,
+        shape.threads,
+        (
+            scores.data_ptr(),
+            wide_number(scores.stride(0)),
+            lengths.data_ptr(),
+            _address(starts),
+            out.data_ptr(),
+            _address(slots_out),
+            _address(table),
+            wide_number(0 if table is None else table.stride(0)),
+            _address(requests),
+            _address(offsets),
+            number(width),
+            number(k),
+            number(init),
+            number(local),
+            number(wide),
+        ),
+        cluster=shape.cluster,
+        pdl=shape.early,
+    )
+    return out
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _fits(scores: torch.Tensor, shape: tables.SelectShape, page_size: int) -> bool:
+    """Whether scores can be read in whole groups of four to the end of the last row, and a block's part of the page
+    table fits.
+    """
+    rows, width = scores.shape
+    storage = scores.untyped_storage()
+    end = scores.data_ptr() + 4 * ((rows - 1) * scores.stride(0) + width)
+    whole = -(-end // 16) * 16 <= storage.data_ptr() + storage.nbytes() and storage.data_ptr() % 16 == 0
+    return whole and shape.most_columns(width) // page_size + 2 <= _MOST_PAGES
