@@ -11,12 +11,10 @@ default that changes the model's arithmetic, the config is refused instead:
 | kv_lora_rank, qk_rope_head_dim | 512; 64 | anything else: no cache layout holds it |
 | indexer_rope_interleave | rope of the indexer; absent: half-split | absent in a GLM config (see below) |
 | rope_interleave | rope of MLA; absent: interleaved | |
-| rope_parameters, or rope_theta + rope_scaling | theta and YaRN, for MLA and the indexer | no theta; other scalings |
+| rope_parameters, or rope_theta + rope_scaling | see config_rope.py | no theta; other scalings; contradictions |
 | index_k_norm_type | key norm, "layer" (absent) or "rms"; epsilon 1e-6 of its own | another word |
 | index_init_tokens, index_local_tokens | tokens always picked, 0 when absent | more than index_topk together |
 | the reuse schedule | see reuse.py | unknown words, wrong length, layer 0 reusing, contradictions |
-
-A scaling other than YaRN is refused because the model class would run it as YaRN.
 
 GLM and the indexer's rope: the GLM-5 family is trained with interleaved rope in the indexer, and its reference
 implementation does not even read the key. SGLang falls back to half-split where the key is absent, which gives fluent
@@ -29,12 +27,12 @@ Imports neither torch nor sglang.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_dsa_plugin import config_keys as keys
 from sglang_dsa_plugin.config_keys import UnsupportedModel
+from sglang_dsa_plugin.config_rope import YarnScaling, read_rope
 from sglang_dsa_plugin.reuse import ReuseSchedule, read_schedule
 
 LATENT_RANK = 512
@@ -61,19 +59,6 @@ NOT_SERVED = {
     "HYV4ForCausalLM": "it needs learnable attention sinks",
     "HYV4ForCausalLMNextN": "it needs learnable attention sinks",
 }
-
-
-@dataclass(frozen=True)
-class YarnScaling:
-    """YaRN factors of the rope table, as the DeepSeek form of YaRN names them."""
-
-    factor: float
-    original_max_position: int
-    beta_fast: float = 32
-    beta_slow: float = 1
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
-    scales_softmax: bool = True
 
 
 @dataclass(frozen=True)
@@ -178,7 +163,7 @@ def _read(outer: Any) -> DsaConfig:
         raise UnsupportedModel(
             f"learnable_sink=True: {architecture} builds no attention sinks; remove the key if the weights have none"
         )
-    theta, yarn = _rope(config)
+    theta, yarn = read_rope(config)
     nextn = keys.count(config, "num_nextn_predict_layers", 0)
     layers = _num_layers(config, architecture, nextn)
     return DsaConfig(
@@ -250,61 +235,6 @@ def _key_norm(config: Any) -> str:
     if value not in ("layer", "rms"):
         raise UnsupportedModel(f"index_k_norm_type={value!r} is unknown; it must be 'layer' or 'rms'")
     return value
-
-
-def _rope(config: Any) -> tuple[float, YarnScaling | None]:
-    """Theta and YaRN factors from the nested form (rope_parameters) or the flat one (rope_theta, rope_scaling)."""
-    nested = keys.get(config, "rope_parameters")
-    theta = nested.get("rope_theta") if nested else None
-    scaling = keys.get(config, "rope_scaling")
-    if nested and scaling and _kind(nested) != _kind(scaling):
-        raise UnsupportedModel(
-            f"rope_scaling={dict(scaling)} contradicts rope_parameters={dict(nested)}; remove the wrong one"
-        )
-    scaling = nested or scaling
-    flat = keys.get(config, "rope_theta")
-    if theta is not None and flat is not None and float(theta) != float(flat):
-        raise UnsupportedModel(
-            f"rope_theta={flat!r} contradicts rope_parameters['rope_theta']={theta!r}; remove the wrong one"
-        )
-    theta = flat if theta is None else theta
-    if theta is None:
-        raise UnsupportedModel(
-            "rope_theta is missing, both flat and in rope_parameters; take it from the model's published config.json"
-        )
-    return float(theta), _yarn(scaling, keys.positive(config, "max_position_embeddings"))
-
-
-def _kind(scaling: Mapping[str, Any]) -> str | None:
-    kind = scaling.get("rope_type") or scaling.get("type")
-    if kind is None and scaling.get("factor") is None:
-        return "default"
-    # The model class renames the type in place once it has built a layer.
-    return "yarn" if kind == "deepseek_yarn" else kind
-
-
-def _yarn(scaling: Mapping[str, Any] | None, max_position: int) -> YarnScaling | None:
-    if not scaling:
-        return None
-    kind = _kind(scaling)
-    if kind == "default":
-        return None
-    if kind != "yarn":
-        raise UnsupportedModel(f"rope scaling of type {kind!r} is not served; DSA models use 'default' or 'yarn'")
-    if scaling.get("factor") is None:
-        raise UnsupportedModel("rope scaling 'yarn' has no factor; take it from the model's published config.json")
-    for key in ("extrapolation_factor", "attn_factor"):
-        if scaling.get(key, 1) != 1:
-            raise UnsupportedModel(f"rope scaling {key}={scaling[key]!r} is not served; it must be 1")
-    return YarnScaling(
-        factor=float(scaling["factor"]),
-        original_max_position=int(scaling.get("original_max_position_embeddings") or max_position),
-        beta_fast=scaling.get("beta_fast", 32),
-        beta_slow=scaling.get("beta_slow", 1),
-        mscale=float(scaling.get("mscale", 1)),
-        mscale_all_dim=float(scaling.get("mscale_all_dim", 0)),
-        scales_softmax=bool(scaling.get("apply_yarn_scaling", True) and scaling.get("apply_scale", True)),
-    )
 
 
 def _num_layers(config: Any, architecture: str, nextn: int) -> int:

@@ -2,7 +2,7 @@
 
 It keeps what the rest of SGLang reads from that class (design: seams B.1 and B.2): `use_mha`, the two pools,
 `forward_metadata`, `max_context_len`, `dsa_index_kpool`, `prepare_mtp_seed_indices`. No built-in DSA class is in its
-MRO. Steps are planned in backend/metadata.py, attention runs in backend/core.py.
+MRO. Decode is planned in backend/metadata.py, prefill in adapter/prefill.py; attention runs in backend/core.py.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.environ import envs
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_exec, get_parallel
 
-from sglang_dsa_plugin import plan, settings
-from sglang_dsa_plugin.adapter import report, state
+from sglang_dsa_plugin import plan
+from sglang_dsa_plugin.adapter import prefill, report, state
 from sglang_dsa_plugin.adapter.cpu_threads import StepThreads
 from sglang_dsa_plugin.adapter.pool import DsaPool
 from sglang_dsa_plugin.backend import core, dense_fallback, metadata
-from sglang_dsa_plugin.backend.masked_prefill import MaskedPrefill
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM, ROPE_DIM
 from sglang_dsa_plugin.config import DsaConfig
 
@@ -85,7 +83,6 @@ class DsaBackend(AttentionBackend):
             impl_dense=plan.forced_impl("dense_mha"),
             impl_masked=plan.forced_impl("masked_mha"),
         )
-        self.masked = self._masked_prefill()
         self.choices = plan.operator_choices(
             str(self.device),
             pool.layout.name,
@@ -95,20 +92,21 @@ class DsaBackend(AttentionBackend):
             topk=self.config.index_topk,
             flags=flags,
         )
-        self._why_not_dense = plan.why_not_dense(str(self.device), self.choices)
-        self.paths = dense_fallback.PathCounter()
         self.threads = StepThreads(model_runner.model) if torch.device(self.device).type == "cpu" else None
         first_rank = get_parallel().tp_rank == 0
-        self._metrics = report.prefill_metrics(counting_rank=first_rank and get_parallel().pp_rank == 0)
+        self.prefill = prefill.PrefillPlanner(
+            self.req_to_token,
+            prefill.masked_prefill(self.config, self.heads, self.model_dtype, torch.device(self.device)),
+            plan.why_not_dense(str(self.device), self.choices),
+            report.prefill_metrics(counting_rank=first_rank and get_parallel().pp_rank == 0),
+        )
         if first_rank and not model_runner.is_draft_worker:
             logger.info(report.serving_line(self, pool))
 
     def describe_prefill(self) -> str:
         """How prefill runs, and on how many of a CPU's threads decode does, in words, for the start-up line."""
-        if self._why_not_dense is not None:
-            return f"prefill sparse at every length: {self._why_not_dense}"
         threads = "" if self.threads is None else f"; {self.threads.describe()}"
-        return f"prefill dense up to the threshold, past it {self.masked.describe()}{threads}"
+        return self.prefill.describe() + threads
 
     # Planning
 
@@ -134,65 +132,14 @@ class DsaBackend(AttentionBackend):
                 dense_fallback.SPARSE_DECODE,
             )
         elif _plain_prefill(mode):
-            self.forward_metadata = self._plan_prefill(forward_batch)
+            switched_off = None if self.supports_mha_one_shot else "switched off by the hybrid backend"
+            self.forward_metadata = self.prefill.plan(forward_batch, switched_off)
         else:
             raise NotImplementedError(
                 f"forward mode {mode.name} is not served yet: remove the --speculative-* flags (or the dLLM / PD "
                 "flags), or set "
                 "SGLANG_DSA_PLUGIN=off to use SGLang's built-in DSA on a GPU"
             )
-
-    def _plan_prefill(self, forward_batch: ForwardBatch) -> metadata.StepMetadata:
-        prefix = [int(p) for p in forward_batch.extend_prefix_lens_cpu]
-        extend = [int(e) for e in forward_batch.extend_seq_lens_cpu]
-        rows, new_tokens = forward_batch.positions.shape[0], sum(extend)
-        # Expanded keys follow the requests, so padding has no place among them.
-        why_not = "the batch is padded" if rows != new_tokens else self._why_not_dense
-        decision = dense_fallback.decide(
-            prefix=prefix,
-            extend=extend,
-            threshold=envs.SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD.get(),
-            capacity=forward_batch.get_max_chunk_capacity(),
-            masked=self.masked,
-            allowed=why_not if self.supports_mha_one_shot else "switched off by the hybrid backend",
-        )
-        step = metadata.extend_step(
-            self.req_to_token,
-            forward_batch.req_pool_indices,
-            forward_batch.extend_prefix_lens,
-            forward_batch.extend_seq_lens,
-            rows,
-            max((p + e for p, e in zip(prefix, extend)), default=0),
-            decision,
-            new_tokens=new_tokens,
-            cached_tokens=sum(prefix),
-        )
-        self.paths.count(decision, rows)
-        self._metrics.count(decision, rows)
-        logger.debug("prefill of %d rows: %s (%s)", rows, decision.path, decision.reason)
-        return step
-
-    def _masked_prefill(self) -> MaskedPrefill:
-        """What judges the masked path, and why it is ruled out for this server if it is."""
-        config, asked = self.config, settings.masked_prefill()
-        why = None
-        if torch.device(self.device).type != "cpu":
-            why = "masked prefill is for CPUs"
-        elif asked == "off":
-            why = "SGLANG_DSA_PLUGIN_MASKED_PREFILL=off"
-        elif get_parallel().pp_size > 1 and any(map(config.layer_reuses_picks, range(config.num_layers))):
-            # A stage that starts with such a layer gets picks from the one before, but only on the sparse path; all
-            # stages must decide alike.
-            why = "layers that reuse picks are spread over pipeline stages"
-        return MaskedPrefill(
-            heads=self.heads,
-            nope=config.qk_nope_head_dim,
-            value=config.v_head_dim,
-            topk=config.index_topk,
-            itemsize=self.model_dtype.itemsize,
-            ruled_out=why,
-            always=asked == "on",
-        )
 
     def get_indexer_metadata(self, layer_id: int, forward_batch: ForwardBatch) -> metadata.StepMetadata | None:
         """The step's metadata for this package's indexer; None on an idle rank."""
@@ -239,38 +186,9 @@ class DsaBackend(AttentionBackend):
         layer: Any,
         forward_batch: ForwardBatch,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rope, store the new rows, read the cached prefix, expand keys and values.
-
-        q [T,H,nope+rope] and its rope part q_pe, kv_a [T,512] normed latent, k_pe [T,1,64] before rope. Returns q, and
-        k, v over prefix and new tokens in request order. All row layouts go through the pool, so fp8 rows need no path
-        of their own; where the pool rounds, the new rows are read back, so that an answer does not depend on what was
-        cached before and which path a batch took.
-        """
-        if layer.rotary_emb is not None:
-            q_pe, k_pe = layer.rotary_emb(positions, q_pe, k_pe)
-            q[..., layer.qk_nope_head_dim :] = q_pe
-        latent, rope = kv_a.reshape(-1, LATENT_DIM), k_pe.reshape(-1, ROPE_DIM)
-        pool, where = self.token_to_kv_pool, KVWriteLoc.for_batch(forward_batch)
-        pool.set_mla_kv_buffer(layer.attn_mha, where, latent, rope)
-        if pool.layout.dtype != q.dtype:
-            stored = pool.get_mla_kv_buffer(layer.attn_mha, forward_batch.out_cache_loc, q.dtype)
-            latent, rope = (part.squeeze(1) for part in stored)
-        step = self.forward_metadata
-        if step.prefix_slots.numel():
-            old = pool.get_mla_kv_buffer(layer.attn_mha, step.prefix_slots, q.dtype)
-            keys = core.interleave_prefix(
-                torch.cat([part.squeeze(1) for part in old], dim=-1),
-                torch.cat([latent, rope], dim=-1),
-                step,
-                forward_batch.extend_prefix_lens,
-                forward_batch.extend_seq_lens,
-            )
-            latent, rope = keys.split([LATENT_DIM, ROPE_DIM], dim=-1)
-        expanded = layer.kv_b_proj(latent.contiguous())[0]
-        expanded = expanded.view(-1, layer.num_local_heads, layer.qk_nope_head_dim + layer.v_head_dim)
-        k_nope, v = expanded.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=-1)
-        k = torch.cat([k_nope, rope.unsqueeze(1).expand(-1, layer.num_local_heads, -1)], dim=-1)
-        return q, k, v.contiguous()
+        """`prefill.expanded_qkv` for the step that was planned last."""
+        pool, step = self.token_to_kv_pool, self.forward_metadata
+        return prefill.expanded_qkv(pool, step, q, q_pe, kv_a, k_pe, positions, layer, forward_batch)
 
     # Attention
 

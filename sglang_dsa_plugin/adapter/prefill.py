@@ -1,0 +1,147 @@
+"""Prefill batches as SGLang hands them in: their plan, and their keys and values where they run on expanded ones.
+
+What a batch costs and which way it goes is decided in backend/dense_fallback.py and backend/masked_prefill.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_dsa_plugin import settings
+from sglang_dsa_plugin.adapter.pool import DsaPool
+from sglang_dsa_plugin.adapter.report import NoMetrics, PrefillMetrics
+from sglang_dsa_plugin.backend import core, dense_fallback, metadata
+from sglang_dsa_plugin.backend.masked_prefill import MaskedPrefill
+from sglang_dsa_plugin.cache.layouts import LATENT_DIM, ROPE_DIM
+from sglang_dsa_plugin.config import DsaConfig
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillPlanner:
+    """Plans and counts prefill batches. why_not_dense: why this server never runs one on expanded keys, or None."""
+
+    def __init__(
+        self,
+        req_to_token: torch.Tensor,
+        masked: MaskedPrefill,
+        why_not_dense: str | None,
+        metrics: PrefillMetrics | NoMetrics,
+    ) -> None:
+        self.req_to_token = req_to_token
+        self.masked = masked
+        self.why_not_dense = why_not_dense
+        self.paths = dense_fallback.PathCounter()
+        self.metrics = metrics
+
+    def describe(self) -> str:
+        """How prefill runs, in words, for the start-up line."""
+        if self.why_not_dense is not None:
+            return f"prefill sparse at every length: {self.why_not_dense}"
+        return f"prefill dense up to the threshold, past it {self.masked.describe()}"
+
+    def plan(self, forward_batch: ForwardBatch, switched_off: str | None) -> metadata.StepMetadata:
+        """The step of a batch. switched_off: why no batch may run on expanded keys at present, or None."""
+        prefix = [int(p) for p in forward_batch.extend_prefix_lens_cpu]
+        extend = [int(e) for e in forward_batch.extend_seq_lens_cpu]
+        rows, new_tokens = forward_batch.positions.shape[0], sum(extend)
+        # Expanded keys follow the requests, so padding has no place among them.
+        padded = "the batch is padded" if rows != new_tokens else None
+        decision = dense_fallback.decide(
+            prefix=prefix,
+            extend=extend,
+            threshold=envs.SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD.get(),
+            capacity=forward_batch.get_max_chunk_capacity(),
+            masked=self.masked,
+            allowed=switched_off or padded or self.why_not_dense,
+        )
+        step = metadata.extend_step(
+            self.req_to_token,
+            forward_batch.req_pool_indices,
+            forward_batch.extend_prefix_lens,
+            forward_batch.extend_seq_lens,
+            rows,
+            max((p + e for p, e in zip(prefix, extend)), default=0),
+            decision,
+            new_tokens=new_tokens,
+            cached_tokens=sum(prefix),
+        )
+        self.paths.count(decision, rows)
+        self.metrics.count(decision, rows)
+        logger.debug("prefill of %d rows: %s (%s)", rows, decision.path, decision.reason)
+        return step
+
+
+def masked_prefill(config: DsaConfig, heads: int, dtype: torch.dtype, device: torch.device) -> MaskedPrefill:
+    """What judges the masked path, and why it is ruled out for this server if it is. heads: of one rank."""
+    asked = settings.masked_prefill()
+    why = None
+    if device.type != "cpu":
+        why = "masked prefill is for CPUs"
+    elif asked == "off":
+        why = "SGLANG_DSA_PLUGIN_MASKED_PREFILL=off"
+    elif get_parallel().pp_size > 1 and any(map(config.layer_reuses_picks, range(config.num_layers))):
+        # A stage that starts with such a layer gets picks from the one before, but only on the sparse path; all stages
+        # must decide alike.
+        why = "layers that reuse picks are spread over pipeline stages"
+    return MaskedPrefill(
+        heads=heads,
+        nope=config.qk_nope_head_dim,
+        value=config.v_head_dim,
+        topk=config.index_topk,
+        itemsize=dtype.itemsize,
+        ruled_out=why,
+        always=asked == "on",
+    )
+
+
+def expanded_qkv(
+    pool: DsaPool,
+    step: metadata.StepMetadata,
+    q: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_a: torch.Tensor,
+    k_pe: torch.Tensor,
+    positions: torch.Tensor,
+    layer: Any,
+    forward_batch: ForwardBatch,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rope, store the new rows, read the cached prefix, expand keys and values.
+
+    q [T,H,nope+rope] and its rope part q_pe, kv_a [T,512] normed latent, k_pe [T,1,64] before rope. Returns q, and k, v
+    over prefix and new tokens in request order. All row layouts go through the pool, so fp8 rows need no path of their
+    own; where the pool rounds, the new rows are read back, so that an answer does not depend on what was cached before
+    and which path a batch took.
+    """
+    if layer.rotary_emb is not None:
+        q_pe, k_pe = layer.rotary_emb(positions, q_pe, k_pe)
+        q[..., layer.qk_nope_head_dim :] = q_pe
+    latent, rope = kv_a.reshape(-1, LATENT_DIM), k_pe.reshape(-1, ROPE_DIM)
+    pool.set_mla_kv_buffer(layer.attn_mha, KVWriteLoc.for_batch(forward_batch), latent, rope)
+    if pool.layout.dtype != q.dtype:
+        stored = pool.get_mla_kv_buffer(layer.attn_mha, forward_batch.out_cache_loc, q.dtype)
+        latent, rope = (part.squeeze(1) for part in stored)
+    if step.prefix_slots.numel():
+        old = pool.get_mla_kv_buffer(layer.attn_mha, step.prefix_slots, q.dtype)
+        keys = core.interleave_prefix(
+            torch.cat([part.squeeze(1) for part in old], dim=-1),
+            torch.cat([latent, rope], dim=-1),
+            step,
+            forward_batch.extend_prefix_lens,
+            forward_batch.extend_seq_lens,
+        )
+        latent, rope = keys.split([LATENT_DIM, ROPE_DIM], dim=-1)
+    expanded = layer.kv_b_proj(latent.contiguous())[0]
+    expanded = expanded.view(-1, layer.num_local_heads, layer.qk_nope_head_dim + layer.v_head_dim)
+    k_nope, v = expanded.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=-1)
+    k = torch.cat([k_nope, rope.unsqueeze(1).expand(-1, layer.num_local_heads, -1)], dim=-1)
+    return q, k, v.contiguous()
