@@ -1,7 +1,8 @@
 """Prints, as JSON, what SGLang resolves its arguments to on a machine that claims to have one H200.
 
 Only the questions that SGLang asks while it resolves arguments are answered; nothing is run on the device.
-Arguments: those of the server.
+Argument: a JSON list of argument lists of the server. Each is resolved in a child of its own, forked after the imports
+and after the plugins have been loaded; its line begins with RESOLVED.
 """
 
 import dataclasses
@@ -9,6 +10,7 @@ import importlib.machinery
 import json
 import os
 import sys
+import traceback
 import types
 from unittest.mock import MagicMock
 
@@ -58,13 +60,10 @@ def claim_cuda():
 
 def resolve(args):
     """Every resolved argument and the platform's class."""
-    claim_cuda()
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.platforms import current_platform
-    from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
-    load_plugins()
     server_args = prepare_server_args(args)
     server_args.resolve_once()
     view = resolving_view(server_args)
@@ -78,5 +77,24 @@ def resolve(args):
     }
 
 
+def main():
+    claim_cuda()
+    from sglang.srt.arg_groups.overrides import resolving_view  # noqa: F401
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args  # noqa: F401
+
+    load_plugins()
+    for args in json.loads(sys.argv[1]):
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                print("RESOLVED " + json.dumps(resolve(args)), flush=True)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(0)
+        os.waitpid(pid, 0)
+
+
 if __name__ == "__main__":
-    print("RESOLVED " + json.dumps(resolve(sys.argv[1:])))
+    main()

@@ -18,39 +18,41 @@ SCRIPT = Path(__file__).with_name("resolve_on_cuda.py")
 RANDOM = {"random_seed"}
 
 
-def resolve(model, switch, *args):
+def resolve(switch, cases):
+    """What each case (a model and arguments) resolves to with SGLANG_DSA_PLUGIN at `switch`, by the case's name."""
     result = subprocess.run(
-        [sys.executable, SCRIPT, "--model-path", str(model), *args],
+        [sys.executable, SCRIPT, json.dumps([["--model-path", str(model), *args] for model, *args in cases.values()])],
         env={**os.environ, "SGLANG_DSA_PLUGIN": switch},
         capture_output=True,
         text=True,
     )
     lines = [line for line in result.stdout.splitlines() if line.startswith("RESOLVED ")]
-    assert lines, result.stderr[-3000:]
-    return json.loads(lines[-1].removeprefix("RESOLVED "))
+    assert len(lines) == len(cases), result.stderr[-3000:]
+    return {name: json.loads(line.removeprefix("RESOLVED ")) for name, line in zip(cases, lines)}
 
 
 @pytest.fixture(scope="module")
 def resolved(tmp_path_factory):
-    """What each case resolved to, two at a time."""
+    """What each case resolved to; the processes with the plugin and the one without it start side by side."""
     directory = tmp_path_factory.mktemp("models")
-    make_llama(directory / "llama", "bfloat16")
-    make_model(directory / "dsa", layers=1, hidden=64, heads=2, q_lora_rank=32, index_heads=4, experts=2)
-    cases = {
-        "llama off": (directory / "llama", "off"),
-        "llama on": (directory / "llama", "on"),
-        "dsa on": (directory / "dsa", "on"),
-        "dsa float32": (directory / "dsa", "on", "--dtype", "float32"),
+    llama, dsa = directory / "llama", directory / "dsa"
+    make_llama(llama, "bfloat16")
+    make_model(dsa, layers=1, hidden=64, heads=2, q_lora_rank=32, index_heads=4, experts=2)
+    off = {"llama off": (llama,)}
+    on = {
+        "llama on": (llama,),
+        "dsa on": (dsa,),
+        "dsa float32": (dsa, "--dtype", "float32"),
         "dsa kernels": (
-            directory / "dsa",
-            "on",
+            dsa,
             *("--dsa-prefill-backend", "flashmla_sparse", "--dsa-decode-backend", "fa3"),
             *("--dsa-topk-backend", "torch", "--dsa-paged-mqa-logits-backend", "deepgemm"),
         ),
-        "dsa float32, bf16 rows": (directory / "dsa", "on", "--dtype", "float32", "--kv-cache-dtype", "bf16"),
+        "dsa float32, bf16 rows": (dsa, "--dtype", "float32", "--kv-cache-dtype", "bf16"),
     }
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(cases, pool.map(lambda case: resolve(*case), cases.values())))
+        without, with_plugin = pool.map(resolve, ("off", "on"), (off, on))
+    return without | with_plugin
 
 
 def test_a_model_without_dsa_resolves_as_without_the_plugin(resolved):
