@@ -180,15 +180,17 @@ def reference_paged(
         width = max([0, *lengths.tolist()])
     scores = torch.full((q.shape[0], width), -torch.inf, dtype=torch.float64, device=q.device)
     for r in range(q.shape[0]):
-        count = min(int(lengths[r]), width)
-        for p in range(count):
-            page = pages[int(page_table[int(row_to_request[r]), p // PAGE_SIZE])]
-            at, scale = p % PAGE_SIZE, 1.0
+        table, keys, scales = page_table[int(row_to_request[r])].tolist(), [], []
+        for p in range(min(int(lengths[r]), width)):
+            page, at = pages[table[p // PAGE_SIZE]], p % PAGE_SIZE
             if pages.dtype == torch.uint8:
-                key = page[at * INDEX_DIM : (at + 1) * INDEX_DIM].view(FP8).double()
+                keys.append(page[at * INDEX_DIM : (at + 1) * INDEX_DIM].view(FP8).double())
                 scale_bytes = page[PAGE_SIZE * INDEX_DIM + 4 * at : PAGE_SIZE * INDEX_DIM + 4 * at + 4]
-                scale = float(scale_bytes.clone().view(torch.float32))
+                scales.append(scale_bytes.clone().view(torch.float32).double())
             else:
-                key = page[at].double()
-            scores[r, p] = (gate[r].double() * (q[r].double() @ key).relu()).sum() * scale
+                keys.append(page[at].double())
+        if keys:
+            dots = q[r].double() @ torch.stack(keys).T
+            row = (gate[r].double().unsqueeze(1) * dots.relu()).sum(0)
+            scores[r, : len(keys)] = row * torch.cat(scales) if scales else row
     return scores

@@ -32,10 +32,10 @@ class Inputs:
         pages[:, 64 * 128 :] = self.k_scale.contiguous().view(torch.uint8).view(-1, 64 * 4)
         return pages
 
-    def term_size(self, keys=slice(None)):
+    def term_size(self, keys=slice(None), rows=slice(None)):
         """Sum over heads of |gate * (|q| . |k|)| * k_scale in fp64, [R, S]: what rounding errors are relative to."""
-        dots = torch.einsum("rhd,sd->rhs", self.q.double().abs(), self.k[keys].double().abs())
-        total = (self.gate.double().abs().unsqueeze(-1) * dots).sum(1)
+        dots = torch.einsum("rhd,sd->rhs", self.q[rows].double().abs(), self.k[keys].double().abs())
+        total = (self.gate[rows].double().abs().unsqueeze(-1) * dots).sum(1)
         return total if self.k_scale is None else total * self.k_scale[keys].double()
 
 
