@@ -19,10 +19,12 @@ from tests.cpu.ops import indexer_inputs
 
 if os.environ.get("TRITON_INTERPRET") != "1":
 
-    def test_in_the_interpreter():
+    def test_in_the_interpreter(request):
         root = Path(__file__).parents[3]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        command += ["--full"] if request.config.getoption("--full") else []
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).relative_to(root))],
+            [*command, str(Path(__file__).relative_to(root))],
             cwd=root,
             env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "2"},
             capture_output=True,
@@ -167,8 +169,17 @@ else:
         assert torch.equal(triton_select.paged(*args, slots_out=beside), want)
         assert torch.equal(beside, select.reference_slots(want, table, requests))
 
-    @pytest.mark.parametrize("dtype", [FP8, torch.float16])
-    @pytest.mark.parametrize(("requests", "width"), [([0, 1, 1, 0], 8), ([0, 0, 1, 1], 8), ([0] * 6 + [1] * 6, 8)])
+    @pytest.mark.parametrize(
+        ("dtype", "requests", "width"),
+        [
+            (FP8, [0, 1, 1, 0], 8),
+            (torch.float16, [0, 0, 1, 1], 8),
+            (FP8, [0] * 6 + [1] * 6, 8),
+            pytest.param(torch.float16, [0, 1, 1, 0], 8, marks=pytest.mark.full),
+            pytest.param(FP8, [0, 0, 1, 1], 8, marks=pytest.mark.full),
+            pytest.param(torch.float16, [0] * 6 + [1] * 6, 8, marks=pytest.mark.full),
+        ],
+    )
     def test_query_and_gate_of_a_row_that_keeps_everything_may_be_anything(dtype, requests, width):
         rows = len(requests)
         inputs = indexer_inputs.exact(rows, 16, 512, dtype)
