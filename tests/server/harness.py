@@ -95,8 +95,9 @@ class ServerSpec:
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model.path())]
         command += ["--port", str(port), "--max-total-tokens", "16384", "--max-running-requests", "16"]
         command += ["--attention-backend", "dsa"] if self.dsa_flag else []
-        # The default on a GPU compiles kernels of its own, for answers that are greedy here.
-        command += ["--sampling-backend", "pytorch"] if GPU else []
+        # On a GPU the default compiles kernels of its own, for answers that are greedy here. On a CPU a scheduler that
+        # waits for requests would keep a core busy, beside the oracle.
+        command += ["--sampling-backend", "pytorch"] if GPU else ["--sleep-on-idle"]
         return command + list(self.args)
 
     def devices(self) -> int:
