@@ -114,6 +114,7 @@ _ATTENTION_ROWS = [
         sm=_HOPPER,
         dtypes=_BF16,
         package="sgl_kernel",
+        takes=frozenset({"with_lse"}),
         note="FlashAttention 3 as sgl-kernel builds it; on SM 8.x it takes no values narrower than keys",
     ),
 ]

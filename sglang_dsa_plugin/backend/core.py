@@ -74,7 +74,9 @@ class AttentionCore:
                 f"attention on expanded keys was called on a batch that was planned sparse ({step.decision.reason})"
             )
         if step.decision.path == "dense":
-            out, _ = dense_mha.dense_mha(q, k, v, step.cu_queries, step.cu_keys, scale, impl=self.impl_dense)
+            out, _ = dense_mha.dense_mha(
+                q, k, v, step.cu_queries, step.cu_keys, scale, impl=self.impl_dense, with_lse=False
+            )
         elif step.picks is None:
             raise RuntimeError("masked attention was called before any indexer of this step had left its picks")
         else:

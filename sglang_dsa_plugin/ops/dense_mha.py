@@ -31,16 +31,19 @@ def dense_mha(
     scale: float,
     out: torch.Tensor | None = None,
     impl: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    with_lse: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """q [T, H, Dqk], k [S, H, Dqk], v [S, H, Dv] of one dtype -> (out [T, H, Dv] in that dtype, lse f32 [T, H]).
 
     cu_q, cu_k: [B + 1] int32 or int64, from 0 to T and from 0 to S, not falling; checked on a CPU, trusted on a GPU.
-    out: where to write, instead of a new tensor.
+    out: where to write, instead of a new tensor. with_lse: False gives None instead of lse, which may save a pass.
     Raises ValueError for arguments that do not fit each other, or an `impl` that cannot run here.
     """
     _check.multi_head(_OP, q, k, v, cu_q, cu_k, scale, out)
-    run = support.resolve(_OP, device=q.device, impl=impl, heads=q.shape[1], dtype=q.dtype)
-    return run(q, k, v, cu_q, cu_k, scale, out)
+    chosen = support.choose(_OP, device=q.device, impl=impl, heads=q.shape[1], dtype=q.dtype).implementation
+    more = {"with_lse": with_lse} if "with_lse" in chosen.takes else {}
+    found, lse = chosen.load()(q, k, v, cu_q, cu_k, scale, out, **more)
+    return found, lse if with_lse else None
 
 
 def reference(

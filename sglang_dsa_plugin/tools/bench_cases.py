@@ -210,7 +210,8 @@ def dense(sizes: Sizes, heads: int, quick: bool = False) -> Case:
         work,
         int(work.bytes),
         make,
-        lambda i, impl: dense_mha.dense_mha(i.q, i.k, i.v, i.cu, i.cu, i.scale, impl=impl),
+        # As the layer asks, which has no use for lse.
+        lambda i, impl: dense_mha.dense_mha(i.q, i.k, i.v, i.cu, i.cu, i.scale, impl=impl, with_lse=False),
         rivals.DENSE,
         lambda i: dense_mha.reference(i.q, i.k, i.v, i.cu, i.cu, i.scale),
         quick=quick,

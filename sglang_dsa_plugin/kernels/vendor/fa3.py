@@ -32,7 +32,8 @@ def dense_mha(
     cu_k: torch.Tensor,
     scale: float,
     out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    with_lse: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`ops.dense_mha.dense_mha` for bf16 on SM 9.0."""
     tokens, heads, _ = q.shape
     if not tokens or not k.shape[0]:
@@ -40,7 +41,7 @@ def dense_mha(
         return out, torch.full((tokens, heads), -math.inf, dtype=torch.float32, device=q.device)
     from sgl_kernel.flash_attn import flash_attn_varlen_func
 
-    result, lse, *_ = flash_attn_varlen_func(
+    found = flash_attn_varlen_func(
         q,
         k,
         v,
@@ -50,10 +51,12 @@ def dense_mha(
         max_seqlen_k=k.shape[0],
         softmax_scale=scale,
         causal=True,
-        return_softmax_lse=True,
+        return_softmax_lse=with_lse,
     )
-    # A query without keys has an output of zeros and, by version, lse +inf or -inf: one pass over [H, T] settles it.
-    lse = torch.nan_to_num(lse, nan=math.nan, posinf=-math.inf, neginf=-math.inf).transpose(0, 1)
+    result, lse = found[:2] if with_lse else (found, None)
+    if lse is not None:
+        # A query without keys has an output of zeros and, by version, lse +inf or -inf: a pass over [H, T] settles it.
+        lse = torch.nan_to_num(lse, nan=math.nan, posinf=-math.inf, neginf=-math.inf).transpose(0, 1)
     return result if out is None else out.copy_(result), lse
 
 

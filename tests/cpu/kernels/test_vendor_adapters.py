@@ -127,6 +127,8 @@ else:
         got = fa3.dense_mha(q, k, v, cu_q, cu_k, SCALE, out)
         agree(got, dense_mha.reference(q, k, v, cu_q, cu_k, SCALE), 1e-3)
         assert out is None or got[0] is out
+        alone = fa3.dense_mha(q, k, v, cu_q, cu_k, SCALE, out, with_lse=False)
+        assert alone[1] is None and torch.equal(alone[0], got[0])
         nothing = fa3.dense_mha(q, k[:0], v[:0], cu_q, cu_k * 0, SCALE, out)
         assert nothing[0].shape == (20, 8, 128) and not nothing[0].any() and (nothing[1] == -math.inf).all()
 

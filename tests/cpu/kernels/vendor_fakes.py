@@ -72,9 +72,11 @@ def sgl_kernel(without_keys=math.inf):
     def varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, return_softmax_lse
     ):
-        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and causal and return_softmax_lse
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and causal
         assert max_seqlen_q >= cu_seqlens_q.diff().max() and max_seqlen_k >= cu_seqlens_k.diff().max()
         out, lse = dense_mha.reference(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale)
+        if not return_softmax_lse:
+            return out.to(q.dtype)
         return out.to(q.dtype), lse.float().T.contiguous().nan_to_num(neginf=without_keys), None
 
     def with_kvcache(

@@ -121,6 +121,14 @@ def test_strided_arguments_and_out():
     assert_attention(got, dense_mha.reference(q, k, v, cu, cu, SCALE), f32=True)
 
 
+def test_without_lse():
+    q, k, v = (torch.randn(9, 4, 192), torch.randn(9, 4, 192), torch.randn(9, 4, 128))
+    cu = torch.tensor([0, 9])
+    out, lse = dense_mha.dense_mha(q, k, v, cu, cu, 0.1)
+    alone, nothing = dense_mha.dense_mha(q, k, v, cu, cu, 0.1, with_lse=False)
+    assert torch.equal(out, alone) and lse is not None and nothing is None
+
+
 def test_memory_is_bounded_by_tiles():
     """4 MiB of scores for each thread, where the scores of all queries would be 288 MiB, and of 128 queries 24 MiB."""
     arguments = _inputs([1500], [3000], 16, 16, 16, torch.float32)
