@@ -23,7 +23,7 @@ OPERATOR = "sparse_mla"
 DENSE, SELECT = "dense", "index_select"
 # Another package's kernel has to be worth its import and its padding.
 MARGIN = 0.97
-OURS = "triton"
+OURS = frozenset({"cuda", "triton"})
 
 
 @dataclass
@@ -52,9 +52,7 @@ def shapes(quick: bool) -> Iterator[tuple[Case, Case | None, Point]]:
             for rows in (1, 16, 64):
                 sizes = Sizes(cached=32768)
                 yield bench_cases.decode(sizes, layout, heads, rows), None, Point(layout, heads, rows, sizes.cached)
-            for rows, tokens in (
-                ((4096, 16384),) if quick else ((512, 8192), (4096, 4096), (4096, 16384), (4096, 32768))
-            ):
+            for rows, tokens in ((4096, 16384),) if quick else ((512, 8192), (4096, 4096), (4096, 32768)):
                 sizes = replace(Sizes(), cached=tokens, prefill=rows)
                 point = Point(layout, heads, rows, tokens)
                 yield bench_cases.prefill(sizes, layout, heads), bench_index_cases.ragged_select(sizes, tokens), point
@@ -154,14 +152,14 @@ def dense(inputs: Inputs) -> Any:
     expanded = (inputs.latent @ inputs.weight).view(-1, heads, 256)
     k_nope, v = expanded.split([128, 128], dim=2)
     k = torch.cat((k_nope, inputs.rope.expand(-1, heads, -1)), dim=2)
-    return dense_mha.dense_mha(inputs.q, k, v.contiguous(), inputs.cu_q, inputs.cu_k, SCALE)
+    return dense_mha.dense_mha(inputs.q, k, v.contiguous(), inputs.cu_q, inputs.cu_k, SCALE, with_lse=False)
 
 
 def choices(points: Sequence[Point]) -> list[dict[str, Any]]:
     """The fastest implementation of sparse attention for each layout, number of heads and step of rows.
 
     Of several points in a step the geometric mean counts. Only implementations measured at all of them are judged, and
-    one of another package has to be faster than ours by 3 %.
+    one of another package has to be faster than the faster of ours by 3 %.
     """
     groups: dict[tuple[str, int, int], list[Point]] = {}
     for point in points:
@@ -174,8 +172,9 @@ def choices(points: Sequence[Point]) -> list[dict[str, Any]]:
             continue
         means = {n: math.exp(sum(math.log(point.us[n]) for point in some) / len(some)) for n in names}
         best = min(means, key=lambda name: means[name])
-        if OURS in means and means[best] > MARGIN * means[OURS]:
-            best = OURS
+        ours = min(OURS & means.keys(), key=lambda name: means[name], default=best)
+        if means[best] > MARGIN * means[ours]:
+            best = ours
         entry = {"operator": OPERATOR, "layout": layout, "heads": heads, "min_rows": step, "implementation": best}
         found.append(entry | {"us": {name: round(us, 2) for name, us in sorted(means.items())}})
     return found

@@ -38,6 +38,11 @@ def test_the_geometric_mean_of_a_step_decides_and_ours_wins_a_tie():
     assert choice["implementation"] == "triton"
     (choice,) = bench_points.choices([point(triton=10, fa3=9.6)])
     assert choice["implementation"] == "fa3" and choice["us"] == {"fa3": 9.6, "triton": 10.0}
+    # Of two of ours the faster counts, by however little.
+    (choice,) = bench_points.choices([point(triton=10, cuda=9.9, fa3=9.8)])
+    assert choice["implementation"] == "cuda"
+    (choice,) = bench_points.choices([point(triton=9.9, cuda=10, fa3=9.8)])
+    assert choice["implementation"] == "triton"
 
 
 def test_what_failed_somewhere_is_not_chosen():
