@@ -4,9 +4,9 @@
     run.launch(grid, block, (tensor.data_ptr(), ctypes.c_int(k)), cluster=8)
 
 No CUDA toolkit is needed and no header of one: NVRTC comes with torch, and the package cuda-core calls it. A source
-file stands alone. What is compiled is cached in the process and, as a cubin, in
-the user's cache folder, under a name that covers all it depends on; where that folder cannot be written, every process
-compiles for itself. The first launch loads the kernel, so it has to be an eager one before a CUDA graph is captured.
+file includes none but this folder's. What is compiled is cached in the process and, as a cubin, in the user's cache
+folder, under a name that covers all it depends on; where that folder cannot be written, every process compiles for
+itself. The first launch loads the kernel, so it has to be an eager one before a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class Kernel:
         self._kernel, self._index, self._shared_bytes = found, index, shared_bytes
         self._configs: dict[tuple[Size, Size, int, bool], Any] = {}
         self._streams: dict[int, Any] = {}
+        self._at_once: dict[tuple[Size, int], int] = {}
         if shared_bytes > _SHARED_UNASKED:
             self._allow("MAX_DYNAMIC_SHARED_SIZE_BYTES", shared_bytes)
 
@@ -105,6 +106,17 @@ class Kernel:
         else:
             with torch.cuda.device(self._index):
                 launch(stream, config, self._kernel, *args)
+
+    def clusters_at_once(self, block: Size, cluster: int) -> int:
+        """How many clusters of so many blocks the device holds at a time: a cluster needs neighbours that are free."""
+        found = self._at_once.get((block, cluster))
+        if found is None:
+            config = self._new_config(cluster, block, cluster, False)
+            stream = self._new_stream(torch.cuda.current_stream(self._index).cuda_stream)
+            with torch.cuda.device(self._index):
+                found = self._kernel.occupancy.max_active_clusters(config, stream=stream)
+            self._at_once[block, cluster] = found
+        return found
 
     def _new_config(self, grid: Size, block: Size, cluster: int, pdl: bool) -> Any:
         from cuda.core import LaunchConfig
@@ -160,7 +172,7 @@ def _module(source: str, index: int, defines: tuple[tuple[str, str], ...]) -> An
 
 def _cubin(source: str, arch: str, defines: tuple[tuple[str, str], ...]) -> bytes:
     """From the cache folder, or compiled and put there."""
-    what = (_FOLDER.joinpath(source).read_text(), arch, defines, _STANDARD, _compiler())
+    what = (_text(source), arch, defines, _STANDARD, _compiler())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang_dsa_plugin" / "cubins"
     path = folder / f"{Path(source).stem}-{arch}-{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}.cubin"
     with contextlib.suppress(OSError):
@@ -191,9 +203,14 @@ def _compile(
         ptxas_options=list(ptxas) or None,
     )
     try:
-        return bytes(Program(_FOLDER.joinpath(source).read_text(), "c++", options).compile("cubin", logs=log).code)
+        return bytes(Program(_text(source), "c++", options).compile("cubin", logs=log).code)
     except Exception as error:
         raise RuntimeError(f"{source} does not compile for {arch}: {error}") from error
+
+
+def _text(source: str) -> str:
+    """The file with the files of this folder that it includes put in their place: a cubin depends on all of them."""
+    return re.sub(r'(?m)^#include "([\w.]+)"$', lambda found: _text(found[1]), _FOLDER.joinpath(source).read_text())
 
 
 @functools.cache

@@ -1,0 +1,167 @@
+"""Sparse MLA in CUDA C++ for Hopper: what `sparse_mla.cu` and `sparse_mla_fp8.cu` are compiled and launched with.
+
+No host synchronisation and no state between calls, so a call can be captured in a CUDA graph once the kernel is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+
+from sglang_dsa_plugin.cache.layouts import LATENT_DIM
+from sglang_dsa_plugin.kernels.cuda import program
+
+# What the sources take for granted, too.
+_HEADS = 16
+_TILE = 64
+_THREADS = 384
+_LOG2E = 1 / math.log(2)
+MOST_BLOCKS = 8  # of a cluster, where nothing is asked of the GPU
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The kernel of one layout. row_bytes: of a cache row; stages: tiles in the ring."""
+
+    source: str
+    name: str
+    row_bytes: int
+    stages: int
+
+    def defines(self, cluster: int, *, lengths: bool, sink: bool, wide_slots: bool) -> dict[str, int]:
+        """Macros. wide_slots: int64."""
+        return {
+            "CLUSTER": cluster,
+            "STAGES": self.stages,
+            "HAS_LENGTHS": int(lengths),
+            "HAS_SINK": int(sink),
+            "SLOTS64": int(wide_slots),
+        }
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block, as `Shared` of the source divides it."""
+        stage = _TILE * self.row_bytes + 32  # a tile, its information and two barriers
+        turn = _HEADS * (4 * _TILE + 32 + 4 + 16) + 16  # weights, factors, maxima, and two barriers
+        return self.stages * stage + 2 * turn + 8 * _HEADS
+
+
+FORMS = {
+    "bf16_1152": Form("sparse_mla.cu", "sparse_mla_bf16", 1152, 3),
+    "fp8_656": Form("sparse_mla_fp8.cu", "sparse_mla_fp8", 656, 4),
+}
+
+
+def cluster_of(items: int, processors: int, at_once: Callable[[int], int]) -> int:
+    """Blocks that share a row: as many as let all rows run at a time. at_once: how many clusters of a size can.
+
+    It follows from shapes and the GPU only, so results repeat.
+    """
+    sizes = range(MOST_BLOCKS, 1, -1)
+    return next((c for c in sizes if items * c <= processors and items <= at_once(c)), 1)
+
+
+def sparse_mla(
+    q: torch.Tensor,
+    kv_rows: torch.Tensor,
+    slots: torch.Tensor,
+    scale: float,
+    layout: str,
+    kv_scale: float = 1.0,
+    sink: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    q_rope: torch.Tensor | None = None,
+    cluster: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.sparse_mla.sparse_mla` for bf16 q and the layouts of FORMS. cluster: 1 to 8 instead of `cluster_of`,
+    for measurements.
+
+    Raises ValueError for rows that do not start on 16-byte bounds.
+    """
+    form = FORMS[layout]
+    row_stride = kv_rows.stride(0) * kv_rows.element_size()
+    if kv_rows.data_ptr() % 16 or row_stride % 16:
+        raise ValueError(
+            f"sparse_mla: kv_rows must be on 16-byte bounds row by row for impl='cuda' (call .clone()), got a row "
+            f"stride of {row_stride} bytes at address {kv_rows.data_ptr():#x}"
+        )
+    rows, heads, _ = q.shape
+    nope = _aligned(q[..., :LATENT_DIM])
+    rope = _aligned(q[..., LATENT_DIM:] if q_rope is None else q_rope)
+    result = torch.empty(rows, heads, LATENT_DIM, dtype=q.dtype, device=q.device) if out is None else out
+    lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
+    picks = slots.shape[1]
+    if not (rows and heads and picks and kv_rows.shape[0]):
+        return result.zero_(), lse.fill_(-math.inf)
+    if slots.dtype not in (torch.int32, torch.int64):
+        slots = slots.to(torch.int32)
+    if slots.stride(1) != 1:
+        slots = slots.contiguous()
+    if lengths is not None:
+        lengths = lengths.to(torch.int32).contiguous()
+    written = result if _writable(result) else torch.empty_like(result, memory_format=torch.contiguous_format)
+    items = rows * -(-heads // _HEADS)
+    processors = _processors(q.device)
+
+    def kernel(blocks: int) -> program.Kernel:
+        wide = slots.dtype == torch.int64
+        macros = form.defines(blocks, lengths=lengths is not None, sink=sink is not None, wide_slots=wide)
+        return program.kernel(form.source, form.name, q.device, macros, shared_bytes=form.shared_bytes)
+
+    if cluster is None:
+        # Whatever CLUSTER a kernel is compiled for, it takes as much of a multiprocessor.
+        cluster = cluster_of(items, processors, lambda size: kernel(1).clusters_at_once(_THREADS, size))
+    run = kernel(cluster)
+    run.launch(
+        min(items, processors) if cluster == 1 else items,
+        _THREADS,
+        (
+            nope.data_ptr(),
+            rope.data_ptr(),
+            kv_rows.data_ptr(),
+            slots.data_ptr(),
+            0 if lengths is None else lengths.data_ptr(),
+            0 if sink is None else sink.data_ptr(),
+            written.data_ptr(),
+            lse.data_ptr(),
+            ctypes.c_int64(nope.stride(0)),
+            ctypes.c_int64(nope.stride(1)),
+            ctypes.c_int64(rope.stride(0)),
+            ctypes.c_int64(rope.stride(1)),
+            ctypes.c_int64(row_stride),
+            ctypes.c_int64(slots.stride(0)),
+            ctypes.c_int64(written.stride(0)),
+            ctypes.c_int64(written.stride(1)),
+            ctypes.c_int32(kv_rows.shape[0]),
+            ctypes.c_int32(heads),
+            ctypes.c_int32(picks),
+            ctypes.c_int32(items),
+            ctypes.c_float(scale * _LOG2E),
+        ),
+        cluster=cluster,
+    )
+    if written is not result:
+        result.copy_(written)
+    return result, lse
+
+
+def _aligned(q: torch.Tensor) -> torch.Tensor:
+    """q, or a copy of it: every head on a 16-byte bound."""
+    whole = q.stride(2) == 1 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0 and q.data_ptr() % 16 == 0
+    return q if whole else q.contiguous().clone() if q.data_ptr() % 16 else q.contiguous()
+
+
+def _writable(out: torch.Tensor) -> bool:
+    """Whether the kernel's stores of 8 bytes fit."""
+    return out.stride(2) == 1 and out.stride(0) % 4 == 0 and out.stride(1) % 4 == 0 and out.data_ptr() % 8 == 0
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

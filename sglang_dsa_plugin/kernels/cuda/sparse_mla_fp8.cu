@@ -1,0 +1,425 @@
+// Sparse MLA over packed fp8 rows (512 e4m3, 4 f32 scales, 64 bf16), 16 heads at a time, for Hopper (SM 9.0). The groups
+// of a block and their rhythm are those of sparse_mla.cu; a row comes as it is stored, and is decoded in registers.
+//
+// e4m3 is exact in f16, one instruction for two values, so the 512 columns go through the matrix unit as f16:
+//
+//   scores   queries as f16 times a power of two that brings a head's largest value near 2^13; the four scales of a row
+//            multiply the products of its four blocks of 128 columns. The order of the columns within a product is free:
+//            a lane takes four codes that lie together, and four values of the query likewise.
+//   sums     a warp has one block of columns. Its weights are the softmax's times the rows' scales for that block, over a
+//            power of two above the largest scale so far (the sums' unit), times 2^10: nothing overflows f16, and what
+//            underflows lies 2^-35 below the largest. Two f16 numbers make a weight, as two bf16 ones do for bf16 rows.
+
+#define NOPE_BYTES 512
+#define ROPE_AT (TILE * NOPE_BYTES)                // in a stage: latent parts, rope parts, scales
+#define SCALES_AT (ROPE_AT + TILE * 128)
+#define STAGE_BYTES (SCALES_AT + TILE * 16)
+#define WEIGHT_BITS 10                             // weights are up to 2^10 in f16
+
+#define P_PITCH 72                                 // floats of a head's weights, and 8 that keep banks apart
+
+__device__ __forceinline__ void store_weights(unsigned int weights, unsigned int head, unsigned int row, float p0, float p1);
+
+#include "sparse_mla_parts.cuh"
+
+__device__ __forceinline__ void store_weights(u32 weights, u32 head, u32 row, float p0, float p1) {
+    u32 to = weights + 4 * (head * P_PITCH + row);
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(p0), "f"(p1) : "memory");
+}
+
+__device__ __forceinline__ void product_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Four codes -> two registers of two f16, the first code lowest.
+__device__ __forceinline__ void decode(u32& low, u32& high, u32 codes) {
+    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
+        : "=r"(low), "=r"(high) : "r"(codes));
+}
+
+// Two floats as f16, x in the lower half, and back.
+__device__ __forceinline__ u32 pair_f16(float x, float y) {
+    u32 both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(y), "f"(x));
+    return both;
+}
+
+__device__ __forceinline__ void unpair_f16(float& x, float& y, u32 both) {
+    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
+        : "=f"(x), "=f"(y) : "r"(both));
+}
+
+__device__ __forceinline__ u32 exponent_of(float x) { return __float_as_uint(x) >> 23 & 255; }
+__device__ __forceinline__ float power(u32 exponent) { return __uint_as_float(exponent << 23); }
+
+// The copying group. A warp copies 16 of the 64 rows of a tile, eight lanes 128 consecutive bytes of a row.
+__device__ void copies(const Arguments& a, const Shared& s, u32 rank) {
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32;
+    u32 piece = lane % 8 * 16, own = lane / 8;
+    Info* info = s.infos();
+    Turn<STAGES> turn = {0, 1};
+    for (int i = blockIdx.x / CLUSTER; i < a.items; i += gridDim.x / CLUSTER) {
+        Item item(a, i);
+        Picks picks(a, item, rank, warp, lane);
+        u32 full = s.full + 8 * turn.stage;
+        barrier_wait(s.empty + 8 * turn.stage, turn.parity);
+        copy_queries(a, item, s.ring + turn.stage * STAGE_BYTES, warp, lane);
+        arrive_when_copied(full);
+        if (lane == 0) barrier_arrive(full);
+        turn.next();
+        for (int t = 0; t < picks.tiles; t++) {
+            int slot = picks.next(a);
+            u32 mask = __ballot_sync(~0u, slot >= 0) & 0xffff;
+            u32 to = s.ring + turn.stage * STAGE_BYTES;
+            full = s.full + 8 * turn.stage;
+            barrier_wait(s.empty + 8 * turn.stage, turn.parity);
+            // What is masked has weight 0, and 0 times what lies there must be 0: it becomes zeros.
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                u32 local = 16 * warp + 4 * r + own, swapped = piece ^ local % 8 * 16;
+                int from_slot = __shfl_sync(~0u, slot, 4 * r + own);
+                bool real = from_slot >= 0;
+                const char* from = a.rows + max(from_slot, 0) * a.kv_stride;
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    copy16(to + local * NOPE_BYTES + swapped + 128 * j, from + piece + 128 * j, real);
+                copy16(to + ROPE_AT + local * 128 + swapped, from + piece + 528, real);
+                if (lane % 8 == 0) copy16(to + SCALES_AT + local * 16, from + 512, real);
+            }
+            if (lane == 0) {
+                ((u16*)&info[turn.stage].mask)[warp] = mask;
+                if (warp == 0) info[turn.stage].last = t == picks.tiles - 1;
+                barrier_arrive(full);
+            }
+            arrive_when_copied(full);
+            turn.next();
+        }
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// A row of queries, as left operands: blocks of 16 columns of the latent part as f16, then four of the rope part as bf16.
+struct Queries {
+    u32 nope[32][4], rope[4][4];
+    float back[2];  // what undoes the powers of two of heads g and g + 8
+
+    __device__ __forceinline__ void load(u32 stage, u32 lane) {
+        u32 g = lane / 4, c = lane % 4;
+        u32 at = stage + lane % 16 * QUERY_BYTES + ((lane / 16 ^ lane % 8) * 16) + 1024;
+#pragma unroll
+        for (int j = 0; j < 4; j++) matrices(rope[j], at ^ j * 32);
+        float up[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float most = 0;
+#pragma unroll
+            for (int k = 0; k < 32; k++) {
+                u32 x[2];
+                quad(x, stage, g + 8 * h, k, c);
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    most = fmaxf(most, fmaxf(fabsf(low_half(x[i])), fabsf(high_half(x[i]))));
+            }
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+            // 2^13 <= most * up < 2^14, but for what is 0, infinite or below 2^-113.
+            u32 exponent = exponent_of(most);
+            exponent = exponent == 0 || exponent == 255 ? 127 : min(267 - exponent, 253u);
+            up[h] = power(exponent);
+            back[h] = power(254 - exponent);
+        }
+#pragma unroll
+        for (int k = 0; k < 32; k++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                u32 x[2];
+                quad(x, stage, g + 8 * h, k, c);
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    nope[k][2 * i + h] = pair_f16(low_half(x[i]) * up[h], high_half(x[i]) * up[h]);
+            }
+    }
+
+    // Columns 16 k + 4 c to + 3 of a head.
+    static __device__ __forceinline__ void quad(u32 (&x)[2], u32 stage, u32 head, int k, u32 c) {
+        u32 at = stage + head * QUERY_BYTES + k / 4 * 128 + (((k % 4 * 2 + c / 2) ^ head % 8) * 16) + c % 2 * 8;
+        asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(at) : "memory");
+    }
+};
+
+// Products of this warp's 16 rows of a tile, in 18 parts: two for each half of a block of 128 columns, two for rope.
+struct Products {
+    float d[2][4];        // finished: the latent part
+    float part[2][2][4];  // of the block at hand and, in turns that do not wait for each other, two sums of it
+    u32 x[2][2][4];       // codes of two halves of a block
+
+    template <int HALF>
+    __device__ __forceinline__ void fetch(u32 nope, u32 rope) {
+        if constexpr (HALF < 8) {
+#pragma unroll
+            for (int n = 0; n < 2; n++) matrices(x[HALF % 2][n], (nope ^ HALF % 2 * 64) + 8 * n * NOPE_BYTES + HALF / 2 * 128);
+        } else if constexpr (HALF < 10) {
+#pragma unroll
+            for (int n = 0; n < 2; n++) matrices(x[HALF % 2][n], (rope ^ HALF % 2 * 64) + 8 * n * 128);
+        }
+    }
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) part[n][0][j] = part[n][1][j] = 0;
+    }
+
+    // What is summed for a block counts in its scales, row by row.
+    __device__ __forceinline__ void add_block(int b, const float* scales, bool first) {
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                float sum = (part[n][0][j] + part[n][1][j]) * scales[32 * n + 4 * (j % 2) + b];
+                d[n][j] = first ? sum : d[n][j] + sum;
+            }
+        clear();
+    }
+
+    template <int PART, bool WITH_STEPS>
+    __device__ __forceinline__ void run(const Queries& q, u32 nope, u32 rope, const float* scales, Steps& steps) {
+        if constexpr (PART < 18) {
+            constexpr int half = PART < 16 ? PART / 2 : PART - 8;
+            if constexpr (PART < 16 ? PART % 2 == 0 : true) fetch<half + 1>(nope, rope);
+            if constexpr (WITH_STEPS) steps.template run_at<PART>();
+#pragma unroll
+            for (int k = 0; k < 2; k++)
+#pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    if constexpr (PART < 16) {
+                        u32 low, high;
+                        decode(low, high, x[half % 2][n][PART % 2 * 2 + k]);
+                        product_f16(part[n][k], q.nope[2 * PART + k], low, high);
+                    } else {
+                        const u32(&y)[4] = x[half % 2][n];
+                        product(part[n][k], q.rope[(PART - 16) * 2 + k], y[2 * k], y[2 * k + 1]);
+                    }
+                }
+            if constexpr (PART % 4 == 3 && PART < 16) add_block(PART / 4, scales, PART == 3);
+            run<PART + 1, WITH_STEPS>(q, nope, rope, scales, steps);
+        }
+    }
+};
+
+// The group of scores. The weights of a tile are made while the products of the next one run. The last turn of an item
+// hands over what turns the sums into the output.
+__device__ void scores(const Arguments& a, const Shared& s) {
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32, g = lane / 4, c = lane % 4;
+    const Info* info = s.infos();
+    Turn<STAGES> turn = {0, 0};
+    Turn<2> hand = {0, 1};
+    for (int i = blockIdx.x / CLUSTER; i < a.items; i += gridDim.x / CLUSTER) {
+        Queries q;
+        barrier_wait(s.full + 8 * turn.stage, turn.parity);
+        q.load(s.ring + turn.stage * STAGE_BYTES, lane);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(s.empty + 8 * turn.stage);
+        turn.next();
+
+        Softmax own;
+        own.m[0] = own.m[1] = minus_inf();
+        own.total[0] = own.total[1] = 0;
+        bool first = true;
+        for (bool last = false; !last; turn.next(), first = false) {
+            u32 stage = s.ring + turn.stage * STAGE_BYTES;
+            barrier_wait(s.full + 8 * turn.stage, turn.parity);
+            u32 mine = (u32)(info[turn.stage].mask >> (16 * warp + 2 * c));
+            last = info[turn.stage].last;
+            u32 nope = stage + (16 * warp + lane % 8) * NOPE_BYTES + ((lane / 8 ^ lane % 8) * 16);
+            u32 rope = stage + ROPE_AT + (16 * warp + lane % 8) * 128 + ((lane / 8 ^ lane % 8) * 16);
+            u32 scales = stage + SCALES_AT + (16 * warp + 2 * c) * 16;
+            Products these;
+            Steps steps = {s, own, hand.stage, warp, g, c};
+            these.clear();
+            these.fetch<0>(nope, rope);
+            if (first) {
+                these.run<0, false>(q, nope, rope, s.floats(scales), steps);
+            } else {
+                barrier_wait(s.taken + 8 * hand.stage, hand.parity);
+                these.run<0, true>(q, nope, rope, s.floats(scales), steps);
+                hand.next();
+            }
+            __syncwarp();
+            if (lane == 0) barrier_arrive(s.empty + 8 * turn.stage);
+#pragma unroll
+            for (int n = 0; n < 2; n++)
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    float sum = these.d[n][j] * q.back[j / 2] + (these.part[n][0][j] + these.part[n][1][j]);
+                    own.d[n][j] = mine >> (8 * n + j % 2) & 1 ? sum * a.scale_log2 : minus_inf();
+                }
+        }
+        {
+            Steps steps = {s, own, hand.stage, warp, g, c};
+            barrier_wait(s.taken + 8 * hand.stage, hand.parity);
+            steps.run_all();
+            hand.next();
+        }
+        end_row(a, s, Item(a, i), own.m, own.total, hand.stage, hand.parity);
+        hand.next();
+    }
+}
+
+// The group of sums and of the output. Warp b has columns 128 b to 128 b + 127, and their weights.
+__device__ void sums(const Arguments& a, const Shared& s) {
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32, g = lane / 4, c = lane % 4;
+    const float* factors = s.floats(s.factors);
+    const Info* info = s.infos();
+    Turn<STAGES> turn = {0, 0};
+    Turn<2> hand = {0, 0};
+    for (int i = blockIdx.x / CLUSTER; i < a.items; i += gridDim.x / CLUSTER) {
+        // The queries are not for this group.
+        barrier_wait(s.full + 8 * turn.stage, turn.parity);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(s.empty + 8 * turn.stage);
+        turn.next();
+
+        // acc[2 n] and acc[2 n + 1]: columns 16 n + 4 c (+ 2) and 16 n + 4 c + 1 (+ 2), of heads g (0, 1), g + 8 (2, 3).
+        float acc[16][4];
+        u32 unit = 1;  // the exponent of a power of two, in which the sums count
+#pragma unroll
+        for (int n = 0; n < 16; n++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) acc[n][j] = 0;
+        for (bool last = false; !last; turn.next()) {
+            barrier_wait(s.full + 8 * turn.stage, turn.parity);
+            last = info[turn.stage].last;
+            barrier_wait(s.ready + 8 * hand.stage, hand.parity);
+            // The unit is above every scale of the warp's block so far; sums in the old one become sums in the new one.
+            const float* scales = s.floats(s.ring + turn.stage * STAGE_BYTES + SCALES_AT) + warp;
+            u32 most = __float_as_uint(fmaxf(scales[4 * lane], scales[4 * lane + 128]));
+            u32 next = max(unit, min(exponent_of(__uint_as_float(__reduce_max_sync(~0u, most))) + 1, 254u));
+            float change = power(unit + 127 > next ? unit + 127 - next : 0);
+            float by = power(254 - next);
+            unit = next;
+            float factor[2] = {factors[16 * hand.stage + g] * change, factors[16 * hand.stage + g + 8] * change};
+            if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) {
+#pragma unroll
+                for (int n = 0; n < 16; n++)
+#pragma unroll
+                    for (int j = 0; j < 4; j++) acc[n][j] *= factor[j / 2];
+            }
+            const float* weights = s.floats(s.weights + hand.stage * WEIGHT_BYTES) + g * P_PITCH + 2 * c;
+            u32 values = s.ring + turn.stage * STAGE_BYTES + lane % 16 * NOPE_BYTES + 128 * warp;
+            values += (lane / 16 ^ lane % 8) * 16;
+#pragma unroll
+            for (int k = 0; k < TILE / 16; k++) {
+                u32 high[4], low[4];
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    // Heads g and g + 8 in turn, of rows 16 k + 2 c and the next, then of those 8 on.
+                    int row = 16 * k + j / 2 * 8;
+                    float2 p = *(const float2*)(weights + j % 2 * 8 * P_PITCH + row);
+                    const float* of = scales + 4 * (row + 2 * c);
+                    // In two factors: one alone could overflow.
+                    float w0 = p.x * (of[0] * by * (1 << WEIGHT_BITS)), w1 = p.y * (of[4] * by * (1 << WEIGHT_BITS));
+                    float r0, r1;
+                    high[j] = pair_f16(w0, w1);
+                    unpair_f16(r0, r1, high[j]);
+                    low[j] = pair_f16(w0 - r0, w1 - r1);
+                }
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    // Right operands of 64 columns: those of even and of odd columns of 16.
+                    u32 v[8][2];
+#pragma unroll
+                    for (int n = 0; n < 2; n++) {
+                        u32 x[4];
+                        matrices_turned(x, (values ^ (2 * half + n) * 32) + 16 * k * NOPE_BYTES);
+#pragma unroll
+                        for (int i = 0; i < 4; i++) {
+                            // Two columns of one row, and of the next.
+                            u32 r0, r1;
+                            decode(r0, r1, x[i]);
+                            v[4 * n + i / 2 * 2][i % 2] = __byte_perm(r0, r1, 0x5410);
+                            v[4 * n + i / 2 * 2 + 1][i % 2] = __byte_perm(r0, r1, 0x7632);
+                        }
+                    }
+                    // A sum waits for its last product, so eight others come in between.
+#pragma unroll
+                    for (int n = 0; n < 8; n++) product_f16(acc[8 * half + n], high, v[n][0], v[n][1]);
+#pragma unroll
+                    for (int n = 0; n < 8; n++) product_f16(acc[8 * half + n], low, v[n][0], v[n][1]);
+                }
+            }
+            __syncwarp();
+            if (lane == 0) {
+                barrier_arrive(s.taken + 8 * hand.stage);
+                barrier_arrive(s.empty + 8 * turn.stage);
+            }
+            hand.next();
+        }
+
+        barrier_wait(s.ready + 8 * hand.stage, hand.parity);
+        float back = power(unit) / (1 << WEIGHT_BITS);
+        float weight[2] = {factors[16 * hand.stage + g] * back, factors[16 * hand.stage + g + 8] * back};
+        __syncwarp();
+        if (lane == 0) barrier_arrive(s.taken + 8 * hand.stage);
+        hand.next();
+#if CLUSTER > 1
+        group_sync(2);  // the ring is idle once all warps are here: its memory takes the sums
+#endif
+        Item item(a, i);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            int local = g + 8 * h, column = 128 * warp + 4 * c;
+#pragma unroll
+            for (int n = 0; n < 8; n++) {
+                float x0 = acc[2 * n][2 * h] * weight[h], x1 = acc[2 * n + 1][2 * h] * weight[h];
+                float x2 = acc[2 * n][2 * h + 1] * weight[h], x3 = acc[2 * n + 1][2 * h + 1] * weight[h];
+#if CLUSTER == 1
+                if (item.head0 + local < a.heads) {
+                    u16* to = a.out + item.row * a.out_row + (item.head0 + local) * a.out_head + column;
+                    *(uint2*)(to + 16 * n) = make_uint2(pair(x0, x1), pair(x2, x3));
+                }
+#else
+                *(float4*)(s.floats(s.ring) + local * O_PITCH + column + 16 * n) = make_float4(x0, x1, x2, x3);
+#endif
+            }
+        }
+    }
+}
+
+// As sparse_mla_bf16 of sparse_mla.cu, for rows of 656 bytes; scale_log2 and the rest as there.
+extern "C" __global__ void __launch_bounds__(3 * GROUP, 1)
+sparse_mla_fp8(const u16* q, const u16* q_rope, const char* rows, const slot_t* slots, const int* lengths,
+               const float* sink, u16* out, float* lse, long long q_row, long long q_head, long long rope_row,
+               long long rope_head, long long kv_stride, long long slots_row, long long out_row, long long out_head,
+               int count, int heads, int picks, int items, float scale_log2) {
+    extern __shared__ __align__(128) char memory[];
+    Arguments a = {q, q_rope, rows, slots, lengths, sink, out, lse, q_row, q_head, rope_row, rope_head, kv_stride,
+                   slots_row, out_row, out_head, count, heads, picks, items, scale_log2};
+    Shared s(memory);
+    u32 rank = 0;
+#if CLUSTER > 1
+    rank = cluster_rank();
+#endif
+    if (threadIdx.x == 0) s.init();
+    __syncthreads();
+    // 168 registers a thread at the start; what copying does not need, the queries in registers do.
+    u32 group = threadIdx.x / GROUP;
+    if (group == 2) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        copies(a, s, rank);
+        leave(a, s, rank, 2);
+    } else if (group == 1) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 160;");
+        sums(a, s);
+        leave(a, s, rank, 1);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 248;");
+        scores(a, s);
+        leave(a, s, rank, 0);
+    }
+}
