@@ -21,6 +21,8 @@ SOME_ROWS = 16
 ROW_STEPS = (0, SOME_ROWS, MANY_ROWS)
 # What this package's Triton kernels take.
 TRITON_SMS = frozenset({80, 86, 87, 89, 90, 100, 103, 120, 121})
+# Capabilities with clusters of blocks, which a CUDA C++ kernel may need.
+CLUSTER_SMS = frozenset({90, 100, 103, 120, 121})
 HEADS = frozenset(range(1, 129))
 INDEX_MAX_K = 4096
 

@@ -1,7 +1,7 @@
 """Exact top-k of few long rows in CUDA C++ (select.cu): a cluster of blocks a row, SM 9.0 and later.
 
-What it does not take (many rows, tensors that end within a group of four scores, pages too small for a block's table)
-goes to the Triton kernels, which give the same picks.
+What it does not take (tensors that end within a group of four scores, pages too small for a block's table) goes to the
+Triton kernels, which give the same picks.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from sglang_dsa_plugin.support_row import unusable
 
 from . import program, tables
 
-_POSITIONS, _SLOTS, _BOTH = 0, 1, 2  # WRITE of select.cu
-_MOST_PAGES = 4096  # PAGES of select.cu
+SOURCE = "select.cu"
+NAME = "select_rows"
+POSITIONS, SLOTS, BOTH = 0, 1, 2  # WRITE of select.cu
 
 
-def serves(device: torch.device, rows: int, width: int, k: int) -> bool:
-    """Whether the kernel is the faster one for such a selection here, and can run."""
+def preferred(device: torch.device, rows: int, width: int, k: int, page_size: int = 1) -> bool:
+    """Whether the kernel is the faster one for such a selection here, and can run. page_size: of slots, if any."""
     gpu = index_tables.gpu_of(device)
-    return tables.serves(gpu, rows, width, k) and unusable("cuda.core") is None
+    return tables.prefers_select(gpu, rows, width, k, page_size) and unusable("cuda.core") is None
 
 
 def topk(
@@ -80,16 +81,19 @@ def select_rows(
     offsets: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     slots_out: torch.Tensor | None = None,
+    tickets: torch.Tensor | None = None,
     shape: tables.SelectShape | None = None,
 ) -> torch.Tensor:
-    """`select_rows` of kernels/triton/select.py without its tickets. Reads nothing on the host. shape: for tests."""
+    """`select_rows` of kernels/triton/select.py, to which tickets go where it is taken. Reads nothing on the host.
+    shape: for tests.
+    """
     rows, width = scores.shape
     if shape is None and rows:
         # A row may begin anywhere in a group of four where rows or windows are not aligned.
         aligned = starts is None and scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0
         shape = tables.select_shape(index_tables.gpu_of(scores.device), rows, width if aligned else width + 3)
-    page_size = 1 if slots is None else slots[2]
-    if shape is None or not _fits(scores, shape, page_size if slots is not None else width):
+    page_size = max(1, width) if slots is None else slots[2]
+    if shape is None or not shape.serves(width, page_size) or not _reads_whole_groups(scores):
         return triton_select.select_rows(
             scores,
             lengths,
@@ -101,6 +105,7 @@ def select_rows(
             offsets=offsets,
             out=out,
             slots_out=slots_out,
+            tickets=tickets,
         )
     if out is None:
         out = torch.empty((rows, k), dtype=torch.int32, device=scores.device)
@@ -112,20 +117,8 @@ def select_rows(
         for bit, tensor in enumerate((lengths, starts, table, requests, offsets))
         if tensor is not None and tensor.dtype == torch.int64
     )
-    kernel = program.kernel(
-        "select.cu",
-        "select_rows",
-        scores.device,
-        {
-            "THREADS": shape.threads,
-            "CLUSTER": shape.cluster,
-            "HELD": shape.held,
-            "BLOCKS": shape.blocks,
-            "PAGE": page_size,
-            "WRITE": _POSITIONS if slots is None else _SLOTS if slots_out is None else _BOTH,
-            **dict(shape.more),
-        },
-    )
+    write = POSITIONS if slots is None else SLOTS if slots_out is None else BOTH
+    kernel = program.kernel(SOURCE, NAME, scores.device, defines(shape, write, 1 if slots is None else page_size))
     number, wide_number = ctypes.c_int, ctypes.c_longlong
     kernel.launch(
         rows,
@@ -148,21 +141,29 @@ def select_rows(
             number(wide),
         ),
         cluster=shape.cluster,
-        pdl=shape.early,
     )
     return out
+
+
+def defines(shape: tables.SelectShape, write: int, page_size: int) -> dict[str, int | str]:
+    """Macros of one form of the kernel."""
+    return {
+        "THREADS": shape.threads,
+        "CLUSTER": shape.cluster,
+        "HELD": shape.held,
+        "BLOCKS": shape.blocks,
+        "PAGE": page_size,
+        "WRITE": write,
+    }
 
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _fits(scores: torch.Tensor, shape: tables.SelectShape, page_size: int) -> bool:
-    """Whether scores can be read in whole groups of four to the end of the last row, and a block's part of the page
-    table fits.
-    """
+def _reads_whole_groups(scores: torch.Tensor) -> bool:
+    """Whether scores can be read in aligned groups of four to the end of the last row."""
     rows, width = scores.shape
     storage = scores.untyped_storage()
     end = scores.data_ptr() + 4 * ((rows - 1) * scores.stride(0) + width)
-    whole = -(-end // 16) * 16 <= storage.data_ptr() + storage.nbytes() and storage.data_ptr() % 16 == 0
-    return whole and shape.most_columns(width) // page_size + 2 <= _MOST_PAGES
+    return -(-end // 16) * 16 <= storage.data_ptr() + storage.nbytes() and storage.data_ptr() % 16 == 0

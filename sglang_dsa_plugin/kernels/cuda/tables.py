@@ -6,10 +6,13 @@ import dataclasses
 import functools
 
 from sglang_dsa_plugin.kernels.triton.index_tables import Gpu
-from sglang_dsa_plugin.support_row import INDEX_MAX_K, MANY_ROWS
+from sglang_dsa_plugin.support_row import CLUSTER_SMS, INDEX_MAX_K, MANY_ROWS
 
-# Capabilities with clusters of blocks.
-CLUSTER_SMS = frozenset({90, 100, 103, 120, 121})
+# Where select.cu was measured faster than the Triton kernels; elsewhere it is taken by name.
+SELECT_MEASURED_SMS = frozenset({90})
+
+_MOST_PAGES = 4096  # PAGES of select_parts.cuh
+_SIXTEEN_SMS = frozenset({90, 100, 103})  # whose clusters may have 16 blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,35 +20,60 @@ class SelectShape:
     """One launch of select.cu.
 
     threads: of a block. cluster: blocks that share a row, a power of two. held: vectors of four scores that a thread
-    keeps in registers; 0 reads them again. blocks: that share a processor. early: may start before the kernel ahead of
-    it is done. more: macros, for trials.
+    keeps in registers; 0 reads them again. blocks: that share a processor.
     """
 
     threads: int
     cluster: int
     held: int
     blocks: int
-    early: bool = False
-    more: tuple[tuple[str, int], ...] = ()
 
-    def most_columns(self, width: int) -> int:
-        """Columns that one block may look at."""
-        return 4 * self.threads * -(-(width + 6) // (4 * self.threads * self.cluster))
+    def serves(self, width: int, page_size: int) -> bool:
+        """Whether a block's part of the page table fits its memory."""
+        most_columns = 4 * self.threads * -(-(width + 6) // (4 * self.threads * self.cluster))
+        return most_columns // page_size + 2 <= _MOST_PAGES
 
 
-def serves(gpu: Gpu, rows: int, width: int, k: int) -> bool:
-    """Whether select.cu is the faster selection, and can run."""
-    return gpu.kind == "cuda" and gpu.sm in CLUSTER_SMS and 0 < rows < MANY_ROWS and k <= INDEX_MAX_K and k < width
+def prefers_select(gpu: Gpu, rows: int, width: int, k: int, page_size: int) -> bool:
+    """Whether select.cu is taken unasked for such a selection: it was measured faster, and can run."""
+    measured = gpu.kind == "cuda" and gpu.sm in SELECT_MEASURED_SMS
+    if not measured or not 0 < rows < MANY_ROWS or not k < width or k > INDEX_MAX_K:
+        return False
+    shape = select_shape(gpu, rows, width)
+    return shape is not None and shape.serves(width, page_size)
 
 
 @functools.lru_cache(maxsize=4096)
 def select_shape(gpu: Gpu, rows: int, columns: int) -> SelectShape | None:
-    """The launch for rows of up to `columns` columns, None where the kernel cannot run."""
+    """The launch for rows of up to `columns` columns, None where the kernel cannot run.
+
+    H200, 2026-11-30, k 2048, microseconds with T threads, clusters of C, at 8K / 32K / 128K columns: 1 row T512 C4 6.1,
+    C8 6.8 / 7.6 / 12.9, C16 7.6 / 9.9 from 32K on, T1024 C2 7.7, C8 - / 9.0 / 12.1; 16 rows T512 C4 6.3, C8 8.1 / 9.9 /
+    19.5, T1024 C4 7.9 / 9.9 / 19.7; 64 rows T512 C2 7.7 / 14.8 / 47, C4 12.7 / 17.7 / 51, T1024 C2 8.5 / 12.6 / 34.
+    """
     if gpu.kind != "cuda" or gpu.sm not in CLUSTER_SMS:
         return None
-    threads, blocks = (1024, 1) if rows <= gpu.processors else (512, 2)
-    cluster = 1
-    while cluster < 8 and 2 * cluster * rows <= gpu.processors and 4 * threads * cluster < columns:
+    # Two blocks of 512 threads a processor. A row is split while each block has scores for all its threads; in two
+    # rounds of scores on 8 blocks 16 gain nothing.
+    threads, cluster = 512, 1
+    while (
+        cluster < 16
+        and 4 * threads * cluster * (2 if cluster == 8 else 1) < columns
+        and _run_at_once(gpu, rows, 2 * cluster)
+    ):
         cluster *= 2
+    if cluster == 2 and 4 * threads * 4 < columns and 2 * rows <= gpu.processors:
+        threads = 1024  # clusters of four would not all run at once: as many threads in clusters of two
     steps = -(-columns // (4 * threads * cluster))
-    return SelectShape(threads, cluster, 4 if steps <= 4 else 0, blocks)
+    held = 4 if steps <= 4 else 8 if steps <= 8 and threads == 512 else 0
+    return SelectShape(threads, cluster, held, 1024 // threads)
+
+
+def _run_at_once(gpu: Gpu, rows: int, cluster: int) -> bool:
+    """Whether a cluster of `cluster` blocks of 512 threads a row all fit: a row that waits doubles the time. Clusters
+    lie within a group of some 16 processors, so the larger they are, the more places stay empty.
+    """
+    places = 2 * gpu.processors
+    if cluster == 16:
+        return gpu.sm in _SIXTEEN_SMS and 32 * rows <= gpu.processors
+    return rows * cluster <= (places if cluster == 2 else places * 3 // 4)

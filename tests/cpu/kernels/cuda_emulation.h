@@ -1,0 +1,208 @@
+// CUDA C++ on a CPU, as much of it as select.cu takes: in the place of cluster.cuh.
+//
+// A thread is a fiber. It runs until it needs others of its warp, block or cluster; then it waits at a meeting point
+// until all have come. Those that may run go on in a shuffled order, and shared memory begins as noise, so a barrier
+// that is missing shows. Fibers are left by _longjmp: swapcontext asks the kernel for signals each time.
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <vector>
+
+#undef INT_MAX
+#undef INT_MIN
+
+using std::max;
+using std::min;
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define __device__
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __global__
+#define __launch_bounds__(...)
+
+struct float4 {
+    float x, y, z, w;
+};
+struct int4 {
+    int x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+
+// Fibers and their meeting points.
+constexpr int FIBERS = THREADS * CLUSTER, WARPS_OF_ALL = FIBERS / 32;
+constexpr size_t STACK_BYTES = 64 << 10, SHARED_BYTES = 48 << 10;
+
+struct Meeting {
+    int came = 0;
+    long held = 0;  // how often all have come
+};
+
+struct Fiber {
+    ucontext_t start;
+    jmp_buf here;
+    int thread, block, warp;
+    bool begun, done;
+    Meeting* waits_at;
+    long waits_for;
+    u32 exchanges;
+};
+
+static Fiber fibers[FIBERS], *now;
+static ucontext_t begin_from;
+static jmp_buf scheduler;
+static Meeting of_warp[WARPS_OF_ALL], of_block[CLUSTER], of_cluster;
+static int exchanged[WARPS_OF_ALL][2][32];
+static std::vector<char> stacks(FIBERS* STACK_BYTES);
+alignas(16) static char memory_of[CLUSTER][SHARED_BYTES];
+static std::function<void()> kernel;
+static int row_now;
+
+static void leave() {
+    if (!_setjmp(now->here)) _longjmp(scheduler, 1);
+}
+
+static void meet(Meeting& m, int all) {
+    now->waits_at = &m, now->waits_for = m.held + 1;
+    if (++m.came == all) m.came = 0, m.held++;
+    leave();
+}
+
+static void run_fiber() {
+    kernel();
+    now->done = true;
+    _longjmp(scheduler, 1);
+}
+
+// One cluster for each row; false where threads wait for others that never come.
+static bool emulate(int rows, int seed, std::function<void()> body) {
+    std::mt19937 random(seed);
+    kernel = body;
+    std::vector<Fiber*> order;
+    for (row_now = 0; row_now < rows; row_now++) {
+        for (auto& block : memory_of)
+            for (char& byte : block) byte = random();
+        for (auto& m : of_warp) m = Meeting();
+        for (auto& m : of_block) m = Meeting();
+        of_cluster = Meeting();
+        order.clear();
+        for (int i = 0; i < FIBERS; i++) {
+            Fiber& f = fibers[i];
+            f.thread = i % THREADS, f.block = i / THREADS, f.warp = i / 32;
+            f.begun = f.done = false, f.waits_at = nullptr, f.exchanges = 0;
+            getcontext(&f.start);
+            f.start.uc_stack.ss_sp = &stacks[i * STACK_BYTES], f.start.uc_stack.ss_size = STACK_BYTES;
+            makecontext(&f.start, run_fiber, 0);
+            order.push_back(&f);
+        }
+        while (!order.empty()) {
+            bool moved = false;
+            std::shuffle(order.begin(), order.end(), random);
+            for (Fiber* f : order) {
+                if (f->waits_at && f->waits_at->held < f->waits_for) continue;
+                moved = true, now = f;
+                if (_setjmp(scheduler)) continue;
+                if (now->begun) _longjmp(now->here, 1);
+                now->begun = true;
+                setcontext(&now->start);
+            }
+            if (!moved) return false;
+            order.erase(std::remove_if(order.begin(), order.end(), [](Fiber* f) { return f->done; }), order.end());
+        }
+    }
+    return true;
+}
+
+// What a kernel asks for.
+struct Index {
+    u32 x;
+};
+#define threadIdx (Index{(u32)now->thread})
+
+inline char* shared_memory() { return memory_of[now->block]; }
+inline void __syncwarp() { meet(of_warp[now->warp], 32); }
+inline void __syncthreads() { meet(of_block[now->block], THREADS); }
+inline void cluster_sync() { meet(of_cluster, FIBERS); }
+inline u32 cluster_rank() { return now->block; }
+inline u32 cluster_id() { return row_now; }
+
+template <class T>
+inline T& in_block(const T* p, u32 block) {
+    const size_t at = (const char*)p - shared_memory();
+    if (at + sizeof(T) > SHARED_BYTES || at % sizeof(T) || block >= CLUSTER) abort();
+    return *(T*)&memory_of[block][at];
+}
+inline int load_from(const int* p, u32 block) { return in_block(p, block); }
+inline int4 load4_from(const int* p, u32 block) { return in_block((const int4*)p, block); }
+inline void store_to(int* p, u32 block, int x) { in_block(p, block) = x; }
+
+// The values of all lanes. Two places in turn: a slow lane may still read the last ones.
+inline const int* exchange(int x) {
+    int* all = exchanged[now->warp][now->exchanges++ % 2];
+    all[now->thread % 32] = x;
+    __syncwarp();
+    return all;
+}
+inline int __shfl_sync(u32, int x, int lane) { return exchange(x)[lane % 32]; }
+inline int __shfl_xor_sync(u32, int x, int bits) { return exchange(x)[now->thread % 32 ^ bits]; }
+inline int __shfl_down_sync(u32, int x, int by, int width = 32) {
+    const int lane = now->thread % 32, *all = exchange(x);
+    return lane % width + by < width ? all[lane + by] : x;
+}
+inline u32 __ballot_sync(u32, bool x) {
+    const int* all = exchange(x);
+    u32 votes = 0;
+    for (int i = 0; i < 32; i++) votes |= (u32)all[i] << i;
+    return votes;
+}
+inline int __reduce_add_sync(u32, int x) {
+    const int* all = exchange(x);
+    u32 sum = 0;
+    for (int i = 0; i < 32; i++) sum += all[i];
+    return sum;
+}
+inline int __reduce_min_sync(u32, int x) {
+    const int* all = exchange(x);
+    return *std::min_element(all, all + 32);
+}
+inline int __reduce_max_sync(u32, int x) {
+    const int* all = exchange(x);
+    return *std::max_element(all, all + 32);
+}
+
+inline int atomicAdd(int* p, int x) {
+    const int before = *p;
+    *p += x;
+    return before;
+}
+template <class T>
+inline T __ldg(const T* p) {
+    return *p;
+}
+inline int __popc(u32 x) { return __builtin_popcount(x); }
+inline int __ffs(u32 x) { return __builtin_ffs(x); }
+inline int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
+inline float __int_as_float(int x) {
+    float f;
+    memcpy(&f, &x, 4);
+    return f;
+}
+inline int __float_as_int(float x) {
+    int i;
+    memcpy(&i, &x, 4);
+    return i;
+}
+inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
+inline float __fsub_rn(float x, float y) { return x - y; }
+inline float __fdividef(float x, float y) { return fabsf(y) > 0x1p126f ? 0.0f : x / y; }
