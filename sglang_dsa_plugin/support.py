@@ -22,6 +22,7 @@ import torch
 
 from sglang_dsa_plugin import tuned
 from sglang_dsa_plugin.support_row import (
+    CLUSTER_SMS,
     HEADS,
     INDEX_MAX_K,
     MANY_ROWS,
@@ -51,6 +52,7 @@ __all__ = [
 _TORCH = "sglang_dsa_plugin.kernels.torch_impl"
 _TRITON = "sglang_dsa_plugin.kernels.triton"
 _NUMBA = "sglang_dsa_plugin.kernels.numba"
+_CUDA = "sglang_dsa_plugin.kernels.cuda"
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,39 @@ _TRITON_ROWS = [
     ),
 ]
 
+
+def _cuda_row(
+    operator: str, module: str, function: str, sm: frozenset[int], what: str, **features: Any
+) -> Implementation:
+    return Implementation(
+        operator,
+        "cuda",
+        f"{_CUDA}.{module}:{function}",
+        devices=frozenset({"cuda"}),
+        sm=sm,
+        package="cuda.core",
+        capturable=True,
+        note=f"CUDA C++, compiled for the GPU at hand by NVRTC: {what}",
+        **features,
+    )
+
+
+# Ahead of Triton where they were measured faster (docs/benchmarks.md).
+_CUDA_ROWS = [
+    *(
+        _cuda_row(
+            operator,
+            "select",
+            operator,
+            CLUSTER_SMS,
+            "a cluster of blocks a row, run on SM 9.0; what its reads cannot take goes to Triton",
+            max_k=INDEX_MAX_K,
+            first=Where(sm=frozenset({90}), below_rows=MANY_ROWS),
+        )
+        for operator in ("topk", "topk_slots", "topk_ragged")
+    ),
+]
+
 _NUMBA_ROWS = [
     _numba_row("index_keys_store", "index_keys", "store_keys"),
     # One thread: with more rows or heads the products of torch, on all threads, win.
@@ -183,7 +218,7 @@ _NUMBA_ROWS = [
 
 
 # Kernels first: torch is what remains for other devices, dtypes and sizes.
-_ROWS: list[Implementation] = [*VENDOR_ROWS, *_TRITON_ROWS, *_NUMBA_ROWS, *_TORCH_ROWS]
+_ROWS: list[Implementation] = [*VENDOR_ROWS, *_CUDA_ROWS, *_TRITON_ROWS, *_NUMBA_ROWS, *_TORCH_ROWS]
 
 
 def rows(operator: str | None = None) -> tuple[Implementation, ...]:

@@ -18,19 +18,20 @@ POOLS = ((torch.bfloat16, "auto"), (torch.bfloat16, "bf16"), (torch.bfloat16, "f
 _HEAD = """# What runs where
 
 Written from the support table (`sglang_dsa_plugin/support.py`); a test compares the two. A cell names the
-implementation that is chosen: `triton` and `torch` are this package's, `flash_mla`, `fa3` and `deep_gemm` are kernels
-of packages that SGLang brings, called through checked adapters. `a / b` means a with the package installed, b without
-it. Head counts are those of one rank, for picks (scores and selection) those of the indexer. Rows are the requests of a
-decode step; prefill means 256 rows or more, for picks 256 a request on average, and with fewer it takes what decode
-takes. Where dense prefill is `torch` on a GPU and sparse is not, short prompts run sparse instead. The choice does not
-depend on k from 64 to 4096, nor on the length of a request. Kernels of other packages that have not been measured to be
-faster are taken by name only; they have a table of their own below.
+implementation that is chosen: `cuda`, `triton` and `torch` are this package's, `flash_mla`, `fa3` and `deep_gemm` are
+kernels of packages that SGLang brings, called through checked adapters. `a / b` means a with the package installed, b
+without it. Head counts are those of one rank, for picks (scores and selection) those of the indexer. Rows are the
+requests of a decode step; prefill means 256 rows or more, for picks 256 a request on average, and with fewer it takes
+what decode takes. Under `triton`, picks on SM 9.0 of fewer than 256 rows are selected in CUDA C++, where cuda.core is
+installed. Where dense prefill is `torch` on a GPU and sparse is not, short prompts run sparse instead. The choice does
+not depend on k from 64 to 4096, nor on the length of a request. Kernels of other packages that have not been measured
+to be faster are taken by name only; they have a table of their own below.
 """
 
 _BY_NAME = """## By name
 
-Implementations that call kernels of other packages, and where they can run. `unasked` says where the table takes one by
-itself; elsewhere a flag (below) or `SGLANG_DSA_PLUGIN_IMPL` takes it.
+Implementations that need a package, most of them to call its kernels, and where they can run. `unasked` says where the
+table takes one by itself; elsewhere a flag (below) or `SGLANG_DSA_PLUGIN_IMPL` takes it.
 """
 
 

@@ -8,14 +8,17 @@ from tests.gpu import sanitize
 
 
 @pytest.mark.full
-def test_every_triton_row_has_a_path_at_every_sm():
+def test_every_row_of_ours_has_a_path_at_every_sm():
+    pytest.importorskip("cuda.core")
     for sm in (80, 90, 120):
         found = {(case.operator, name) for case, name in sanitize.paths("cuda", sm=sm, ours=True)}
-        assert found == {(row.operator, row.name) for row in support.rows() if row.name == "triton"}
+        ours = [row for row in support.rows() if row.name in sanitize.OURS and sm in row.sm]
+        assert found == {(row.operator, row.name) for row in ours}
 
 
 def test_other_packages_are_left_out_on_request():
-    assert {name for _, name in sanitize.paths("cuda", sm=90, ours=True)} == {"triton"}
+    assert {name for _, name in sanitize.paths("cuda", sm=80, ours=True)} == {"triton"}
+    assert {name for _, name in sanitize.paths("cuda", sm=90, ours=True)} <= sanitize.OURS
 
 
 def test_what_builds_a_module_first_is_left_out_unless_asked_for():
@@ -33,3 +36,4 @@ def test_the_filter_names_what_is_launched():
     names = set(sanitize.kernel_names())
     assert {"gather_kernel", "merge_kernel", "gather_bf16", "gather_fp8", "rows_kernel", "keys_kernel"} < names
     assert {"_rows_kernel", "_split_kernel", "_slots_kernel", "store_kernel", "queries_kernel"} < names
+    assert "select_rows" in names

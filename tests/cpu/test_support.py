@@ -50,6 +50,22 @@ def test_deep_gemm_scores_prefill_where_it_was_measured():
     assert chosen("index_scores_paged") == "triton"
 
 
+@pytest.mark.parametrize("operator", ["topk", "topk_slots", "topk_ragged"])
+def test_few_rows_are_selected_in_cuda_where_it_was_measured(operator):
+    def choice(**other: object) -> support.Choice:
+        asked = {"sm": 90, "k": 2048, "rows": 255, "packages": "all"}
+        return support.choose(operator, device="cuda", **(asked | other))
+
+    assert choice().name == choice(rows=1, k=4096).name == "cuda" and choice().implementation.capturable
+    for other in ({"rows": 256}, {"sm": 100}, {"sm": 80}, {"packages": "none"}):
+        assert choice(**other).name == "triton", other
+    assert choice(k=4097).name == "torch"
+    assert choice(sm=100, impl="cuda").name == "cuda"
+    assert "measured on SM 9.0 only" in choice(sm=120).reason
+    with pytest.raises(ValueError, match=r"built for SM 9\.0, 10\.0, .*, this GPU is SM 8\.0"):
+        choice(sm=80, impl="cuda")
+
+
 def test_deep_gemm_needs_a_toolkit_and_sglangs_leave(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(support_row.importlib.util, "find_spec", lambda package: object())
@@ -80,9 +96,9 @@ def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="unknown operator 'nothing'"):
         support.choose("nothing", device="cpu")
     with pytest.raises(
-        ValueError, match="impl='cuda' does not exist; it has sgl_kernel, flashinfer, torch_topk, triton, torch"
+        ValueError, match="impl='numba' does not exist; it has sgl_kernel, flashinfer, torch_topk, cuda, triton, torch"
     ):
-        support.choose("topk", device="cpu", impl="cuda")
+        support.choose("topk", device="cpu", impl="numba")
 
 
 def fast(**features) -> Implementation:

@@ -16,7 +16,8 @@ FlashInfer builds a C++ module at the first call, which takes minutes: its rows 
 Paths: every row of the support table but torch's, by the cases of `sglang-dsa check` (one an operator, implementation,
 layout and number of heads), and by those below, which take the other ways through a kernel: other dtypes, many rows,
 long rows, one split, a sink, queries in two parts, slots beside positions, a budget of few bytes. Answers are held
-against fp64 or the torch implementation.
+against fp64 or the torch implementation. Scores with a selection under the name `triton` take the selection in CUDA C++
+where it is the faster one, so the Triton kernels have cases of the selection alone.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ import functools
 import importlib
 import os
 import pkgutil
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 if __name__ == "__main__":  # tests import this module, and what they measure is the allocator's
@@ -37,6 +40,7 @@ import torch
 
 from sglang_dsa_plugin import support
 from sglang_dsa_plugin.cache.layouts import FP8, INDEX_PAGE_BYTES, PAGE_SIZE
+from sglang_dsa_plugin.kernels import cuda as our_sources
 from sglang_dsa_plugin.kernels import triton as our_kernels
 from sglang_dsa_plugin.ops import (
     index_keys,
@@ -51,6 +55,7 @@ from sglang_dsa_plugin.tools import check_cases, check_judges
 
 Case = check_judges.Case
 CPU = torch.device("cpu")
+OURS = frozenset({"triton", "cuda"})
 SCALE = 192**-0.5
 # Hopper adds fp8 products in 14 bits or so; data here are small integers, so every score is exact.
 EXACT = check_judges.close(1e-6, 1e-6)
@@ -61,13 +66,13 @@ STRETCHES = "stretches of a long row"
 def paths(
     device: torch.device | str, sm: int | None = None, ours: bool = False, with_jit: bool = False
 ) -> Iterator[tuple[Case, str]]:
-    """(case, implementation) of every path on `device`; sm: as if it were of this SM. ours: Triton and Gluon only.
+    """(case, implementation) of every path on `device`; sm: as if it were of this SM. ours: no other package's.
     with_jit: those as well whose package builds a module for minutes before it runs.
     """
     seen = set()
     for case in [*check_cases.cases(), *_more_cases()]:
         for row in support.rows(case.operator):
-            if row.name == "torch" or (ours and row.name != "triton") or (_builds_first(row) and not with_jit):
+            if row.name == "torch" or (ours and row.name not in OURS) or (_builds_first(row) and not with_jit):
                 continue
             if case.label == f"+{STRETCHES}" and row.name != "triton":
                 continue
@@ -92,11 +97,18 @@ def _heads_of(case: Case) -> object:
 
 
 def kernel_names() -> list[str]:
-    """Names under which our kernels are launched: of all functions that are compiled, those named as kernels are."""
+    """Names under which our kernels are launched: of all Triton functions those named as kernels are, and what sources
+    in CUDA C++ declare.
+    """
     names: set[str] = set()
     for found in pkgutil.iter_modules(our_kernels.__path__, our_kernels.__name__ + "."):
         names |= _compiled_of(importlib.import_module(found.name))
-    return sorted(name for name in names if name.endswith("_kernel") or name.startswith("gather_"))
+    names = {name for name in names if name.endswith("_kernel") or name.startswith("gather_")}
+    for source in Path(our_sources.__path__[0]).glob("*.cu"):
+        names.update(
+            re.findall(r'extern "C" __global__ void(?: __launch_bounds__\([^)]*\))?\s+(\w+)', source.read_text())
+        )
+    return sorted(names)
 
 
 def _compiled_of(module: ModuleType) -> set[str]:
@@ -194,6 +206,19 @@ def _more_selection() -> Iterator[Case]:
         return (select.topk(scores.to(d), lengths.to(d), 64, starts.to(d), 3, 5, impl=i),)
 
     yield _by_torch("topk", "windows and forced tokens", {"k": 64}, forced, check_judges.equal)
+    # A row's best spread over many values, and ties by the thousand.
+    for label, rows, pages, values in (("one long row", 1, 700, 1 << 20), ("ties in 150 rows", 150, 90, 5)):
+        many, table = _integers(0, values, rows, pages * PAGE_SIZE, seed=7).float(), torch.arange(pages).flip(0)[None]
+        some = _integers(pages * 32, pages * PAGE_SIZE, rows, seed=8)
+
+        def selected(
+            d: torch.device, i: str, given: tuple = (many, some), table: torch.Tensor = table, rows: int = rows
+        ) -> tuple:
+            scores, lengths = (t.to(d) for t in given)
+            owner = torch.zeros(rows, dtype=torch.int32, device=d)
+            return (select.topk_slots(scores, lengths, 64, table.int().to(d), owner, impl=i),)
+
+        yield _by_torch("topk_slots", label, {"k": 64}, selected, check_judges.equal)
 
 
 def _more_of_the_front() -> Iterator[Case]:
@@ -284,7 +309,7 @@ def main() -> int:
     """Run the paths of the command line; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="operators whose name holds this text")
-    parser.add_argument("--ours", action="store_true", help="Triton and Gluon kernels only, no other package's")
+    parser.add_argument("--ours", action="store_true", help="this package's kernels only")
     parser.add_argument("--with-jit", action="store_true", help="FlashInfer's kernels as well, which it builds first")
     parser.add_argument("--filter", action="store_true", help="print our kernels as compute-sanitizer's --kernel-name")
     asked = parser.parse_args()

@@ -1,5 +1,6 @@
-"""What the selection of any package is held to on a CUDA device; used by test_vendor_index.py and by
-test_flashinfer_topk.py, which is a file of its own because FlashInfer builds a module for minutes first.
+"""What a selection is held to on a CUDA device: ours in test_index_triton.py and test_cuda_select.py, those of other
+packages in test_vendor_index.py and in test_flashinfer_topk.py, a file of its own because FlashInfer builds a module
+for minutes first.
 """
 
 import math
@@ -45,6 +46,21 @@ def scores_of(made, arguments, width):
     q, k, scale = made.q.double(), made.k.double()[keys.flatten()], made.k_scale[keys.flatten()]
     inputs = (t.cuda() for t in (q, k, scale, gate, start, start + lengths))
     return index_scores.reference_ragged(*inputs, width).cpu()
+
+
+def by_sorting(scores, lengths, k):
+    """The picks of `ops.select.topk` by a stable sort in fp64: NaN below -inf, -0.0 as 0.0."""
+    values = scores.double() + 0.0
+    values = torch.where(values == -math.inf, -1e300, values)
+    values = torch.where(values.isnan(), -math.inf, values)
+    columns = torch.arange(scores.shape[1], device=scores.device)
+    values = torch.where(columns < lengths.unsqueeze(1), values, -math.inf)  # after every NaN of the window: stable
+    best = values.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    count = lengths.unsqueeze(1).clamp(max=k)
+    place = torch.arange(best.shape[1], device=scores.device)
+    best = torch.where(place < count, best, scores.shape[1]).sort(dim=1).values
+    best = torch.where(place < count, best, -1).int()
+    return torch.nn.functional.pad(best, (0, k - best.shape[1]), value=-1)
 
 
 def without_ties(impl, k, width):

@@ -12,6 +12,7 @@ from sglang_dsa_plugin.cache.layouts import FP8
 from sglang_dsa_plugin.kernels.triton import select as triton_select
 from sglang_dsa_plugin.ops import index_scores, index_select, select
 from tests.cpu.ops import indexer_inputs
+from tests.gpu.selection_checks import by_sorting
 
 pytestmark = pytest.mark.gpu
 
@@ -32,21 +33,6 @@ def ints(low, high, *shape, seed=0):
 
 def lengths_of(*values):
     return torch.tensor(values, dtype=torch.int32, device="cuda")
-
-
-def by_sorting(scores, lengths, k):
-    """The order of ops/select.py by a stable sort in fp64: NaN below -inf, -0.0 as 0.0."""
-    values = scores.double() + 0.0
-    values = torch.where(values == -math.inf, -1e300, values)
-    values = torch.where(values.isnan(), -math.inf, values)
-    columns = torch.arange(scores.shape[1], device=scores.device)
-    values = torch.where(columns < lengths.unsqueeze(1), values, -math.inf)  # after every NaN of the window: stable
-    best = values.sort(dim=1, descending=True, stable=True).indices[:, :k]
-    count = lengths.unsqueeze(1).clamp(max=k)
-    place = torch.arange(best.shape[1], device=scores.device)
-    best = torch.where(place < count, best, scores.shape[1]).sort(dim=1).values
-    best = torch.where(place < count, best, -1).int()
-    return torch.nn.functional.pad(best, (0, k - best.shape[1]), value=-1)
 
 
 def assert_picks(scores, lengths, k, repeats=1):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
+from sglang_dsa_plugin.kernels.cuda import select as cuda_select
 from sglang_dsa_plugin.kernels.torch_impl.select import add_offsets
 
 from . import index_scores, index_tables
@@ -108,9 +109,11 @@ def _select(
     gpu, short = index_tables.gpu_of(lengths.device), width <= topk
     row_bytes = 4 * index_scores.new_scores(0, width, lengths.device).stride(0)
     group = count
+    in_cuda = cuda_select.preferred(lengths.device, count, width, topk, PAGE_SIZE)
+    select = cuda_select.select_rows if in_cuda else select_rows
     if not short:
-        # The selection's lists are scores that are alive, too.
-        group = index_tables.rows_in_budget(gpu, count, width, topk, row_bytes, budget_bytes, _whole)
+        # The lists of the selection in Triton are scores that are alive, too.
+        group = index_tables.rows_in_budget(gpu, count, width, topk, row_bytes, budget_bytes, _whole, in_cuda)
     fits, group = group > 0, max(1, group)
     buffer = index_scores.new_scores(group if fits and not short else 1, width if fits else 1, lengths.device)
     for top in range(0, count, group):
@@ -123,9 +126,9 @@ def _select(
             part = buffer.expand(sizes.shape[0], width) if short else buffer[: sizes.shape[0]]
             tickets = None
             if not short:
-                tickets = tickets_for(part, topk)
+                tickets = None if in_cuda else tickets_for(part, topk)
                 score(part, rows, 0, sizes, topk, tickets)
-            select_rows(
+            select(
                 part,
                 sizes,
                 topk,

@@ -88,10 +88,18 @@ def select_tiles(gpu: Gpu, rows: int, width: int, k: int) -> SelectTiles:
 
 
 def rows_in_budget(
-    gpu: Gpu, rows: int, width: int, k: int, row_bytes: int, budget_bytes: int, whole: Callable[[int], int]
+    gpu: Gpu,
+    rows: int,
+    width: int,
+    k: int,
+    row_bytes: int,
+    budget_bytes: int,
+    whole: Callable[[int], int],
+    without_lists: bool = False,
 ) -> int:
     """Rows of a group whose scores, `row_bytes` a row, fit the budget together with the candidate lists of the
-    selection from them; 0 where those of one row do not. whole: rounds a number of rows down.
+    selection from them; 0 where those of one row do not. whole: rounds a number of rows down. without_lists: the
+    selection has none.
 
     The last group is smaller, and its lists may be more: it splits rows. Lists of less than a few rows do not shrink
     with their number, so a budget below four times those of one row is kept by the scores alone.
@@ -105,7 +113,7 @@ def rows_in_budget(
         return max(select_tiles(gpu, n, width, k).list_bytes for n in (group, rows % group) if n)
 
     group = fitting(budget_bytes)
-    if budget_bytes > 4 * select_tiles(gpu, 1, width, k).list_bytes:
+    if not without_lists and budget_bytes > 4 * select_tiles(gpu, 1, width, k).list_bytes:
         while group and group * row_bytes + lists(group) > budget_bytes:
             group = max(1, fitting(budget_bytes - lists(group))) if group > 1 else 0
     return group
