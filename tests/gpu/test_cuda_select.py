@@ -108,9 +108,8 @@ def test_widths_around_every_stretch(monkeypatch, k):
     launched(monkeypatch)
     for whole in (2048, 4096, 8192, 16384, 32768, 65536):
         for width in (whole - 1, whole, whole + 1):
-            scores = selection_inputs.scores("thousands of values", 6, width, generator(width))
-            assert_picks(scores, lengths_of(width, 6, k), k)
-            assert_picks(scores.relu().neg(), lengths_of(width, 6, k), k)
+            for kind in ("thousands of values", "mostly zeros"):
+                assert_picks(selection_inputs.scores(kind, 6, width, generator(width)), lengths_of(width, 6, k), k)
 
 
 def test_numbers_of_rows(monkeypatch):
@@ -179,7 +178,7 @@ def test_the_operators_with_ties(kind):
 
 
 def test_the_operators_without_ties_in_windows():
-    selection_checks.without_ties("cuda", K, 70001)
+    selection_checks.without_ties("cuda", K, 70000)
 
 
 def test_slots_and_offsets():
