@@ -71,6 +71,11 @@ class Choice:
         return self.implementation.name
 
     @property
+    def names(self) -> set[str]:
+        """All that are taken, whatever the number of rows."""
+        return {self.name, *(row.name for _, row in self.steps)}
+
+    @property
     def words(self) -> str:
         """The name, or the names by rows: "triton, fa3 from 16 rows on, flash_mla from 256"."""
         if not self.steps:
@@ -190,6 +195,18 @@ def _cuda_row(
 
 # Ahead of Triton where they were measured faster (docs/benchmarks.md).
 _CUDA_ROWS = [
+    _cuda_row(
+        "sparse_mla",
+        "sparse_mla",
+        "sparse_mla",
+        frozenset({90}),
+        "copies, scores and sums in three warpgroups, 16 heads at a time; blocks of a cluster share a row",
+        layouts=frozenset({"bf16_1152", "fp8_656"}),
+        heads=HEADS,
+        dtypes=frozenset({torch.bfloat16}),
+        first=Where(sm=frozenset({90}), heads=frozenset(range(1, 17)), min_rows=SOME_ROWS),
+        takes=frozenset({"q_rope"}),
+    ),
     *(
         _cuda_row(
             operator,
@@ -269,7 +286,7 @@ def choose(
     # What was measured here says nothing about a machine with other packages.
     if impl is None and kind == "cuda" and packages == "installed":
         best = tuned.preferred(operator, sm, torch.device(device).index, layout, heads, step)
-        if best is not None and (choice := _measured(operator, best, asked)) is not None:
+        if best is not None and (choice := _measured(operator, *best, asked)) is not None:
             return choice
     return _choose(operator, impl, asked)
 
@@ -292,12 +309,14 @@ def resolve(
 
 
 @functools.lru_cache(maxsize=1024)
-def _measured(operator: str, best: str, asked: Request) -> Choice | None:
-    """The row that this GPU's measured choices (tuned.py) name, where it can run; speed does not buy another result."""
+def _measured(operator: str, best: str, device: str, asked: Request) -> Choice | None:
+    """The row that measured choices (tuned.py) name, where it can run; speed does not buy another result. device: where
+    they were measured.
+    """
     row = next((r for r in rows(operator) if r.name == best), None)
     if row is None or not row.exact or row.why_not(asked, named=True) is not None:
         return None
-    return Choice(row, "the fastest measured on this GPU for this shape (sglang-dsa bench tune)")
+    return Choice(row, f"the fastest for this shape as measured on an {device} (sglang-dsa bench tune)")
 
 
 @functools.lru_cache(maxsize=1024)

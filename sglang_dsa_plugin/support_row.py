@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import itertools
 import os
 import shutil
 from collections.abc import Callable
@@ -17,8 +18,10 @@ import torch
 MANY_ROWS = 256
 # Below it a call is a decode step of a few requests; on a CPU it runs on one thread (adapter/cpu_threads.py).
 SOME_ROWS = 16
+# From here on the rows of a decode step fill a GPU without being split much.
+MORE_ROWS = 64
 # Numbers of query rows that choices may depend on; those in between count as the one below.
-ROW_STEPS = (0, SOME_ROWS, MANY_ROWS)
+ROW_STEPS = (0, SOME_ROWS, MORE_ROWS, MANY_ROWS)
 # What this package's Triton kernels take.
 TRITON_SMS = frozenset({80, 86, 87, 89, 90, 100, 103, 120, 121})
 # Capabilities with clusters of blocks, which a CUDA C++ kernel may need.
@@ -209,7 +212,8 @@ def _missing(package: str, packages: str) -> str | None:
 @functools.cache
 def unusable(package: str) -> str | None:
     """Why a kernel package cannot be used on this machine, in words, or None where it can."""
-    if importlib.util.find_spec(package) is None:
+    # Looking for a module inside a package imports the package, which may not be there.
+    if any(importlib.util.find_spec(part) is None for part in itertools.accumulate(package.split("."), "{}.{}".format)):
         return f"{package} is not installed"
     why = _CONDITIONS[package]() if package in _CONDITIONS else None
     return f"{package} {why}" if why else None
@@ -226,9 +230,22 @@ def _why_deep_gemm_cannot_compile() -> str | None:
     return None
 
 
+def _why_nvrtc_is_not_there() -> str | None:
+    try:
+        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+
+        status = nvrtc.nvrtcVersion()[0]
+    except (ImportError, RuntimeError, OSError) as error:
+        return f"finds no NVRTC to compile with: {error}"
+    return None if status == nvrtc.nvrtcResult.NVRTC_SUCCESS else f"finds no NVRTC to compile with: {status.name}"
+
+
 # What has to be true besides being installed: module -> why it is not, in words that follow the name, or None. DeepGEMM
 # comes with SGLang, whether it can compile or not.
-_CONDITIONS: dict[str, Callable[[], str | None]] = {"deep_gemm": _why_deep_gemm_cannot_compile}
+_CONDITIONS: dict[str, Callable[[], str | None]] = {
+    "deep_gemm": _why_deep_gemm_cannot_compile,
+    "cuda.core": _why_nvrtc_is_not_there,
+}
 
 
 def sm_name(sm: int | None) -> str:

@@ -1,8 +1,9 @@
 """Measured choices: what `sglang-dsa bench tune` found fastest, one file a GPU in `tuned/`, read by the support table.
 
-A file is JSON: {"device": name as CUDA gives it, "choices": [{"operator", "layout", "heads", "min_rows",
-"implementation"}, ...], ...}; the rest of it is the evidence. A GPU without a file, a shape without an entry and an
-implementation that cannot run are no errors: the table's own order serves them.
+A file is JSON: {"device": name as CUDA gives it, "sm": its compute capability as 10 * major + minor, "choices":
+[{"operator", "layout", "heads", "min_rows", "implementation"}, ...], ...}; the rest of it is the evidence. A GPU
+without a file of its own takes that of another one of its compute capability, the first by name. A shape without an
+entry and an implementation that cannot run are no errors: the table's own order serves them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,8 +32,9 @@ def path_of(device_name: str) -> Path:
 
 def preferred(
     operator: str, sm: int | None, index: int | None, layout: str | None, heads: int | None, rows: int | None
-) -> str | None:
-    """The implementation that was fastest on the CUDA device `index` (None: the current one), or None.
+) -> tuple[str, str] | None:
+    """The implementation that was fastest on the CUDA device `index` (None: the current one) or on one of its compute
+    capability, and the name of the device on which it was; None where nothing was measured.
 
     sm: the capability that is asked about, 10 * major + minor; a question about another GPU than the one here has no
     answer.  layout, heads: of the request.  rows: least number of query rows, one of support_row.ROW_STEPS.
@@ -41,7 +44,21 @@ def preferred(
     name, here = _device(torch.cuda.current_device() if index is None else index)
     if sm != here:
         return None
-    return nearest(read(path_of(name)), operator, layout, heads, rows)
+    path = file_for(name, here)
+    if path is None:
+        return None
+    best = nearest(read(path), operator, layout, heads, rows)
+    return None if best is None else (best, _table(path)["device"])
+
+
+@functools.cache
+def file_for(device_name: str, sm: int) -> Path | None:
+    """The file that serves the GPU with this name and compute capability; without a name, any of the capability."""
+    own = path_of(device_name)
+    if device_name and own.is_file():
+        return own
+    whole = (path for path in sorted(FOLDER.glob("*.json")) if not path.stem.endswith(".partial"))
+    return next((path for path in whole if _table(path)["sm"] == sm), None)
 
 
 def nearest(choices: Choices, operator: str, layout: str, heads: int, rows: int) -> str | None:
@@ -55,17 +72,28 @@ def nearest(choices: Choices, operator: str, layout: str, heads: int, rows: int)
 
 @functools.cache
 def read(path: Path) -> Choices:
-    """The choices of a file; empty when it does not exist. Raises ValueError naming the file when it is damaged."""
-    if not path.is_file():
-        return {}
+    """The choices of a file. Raises ValueError naming the file when it is damaged."""
     found: Choices = {}
     try:
-        for entry in json.loads(path.read_text())["choices"]:
+        for entry in _table(path)["choices"]:
             key = (entry["operator"], entry["layout"], int(entry["min_rows"]))
             found.setdefault(key, {})[int(entry["heads"])] = entry["implementation"]
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not a table of `sglang-dsa bench tune`: {type(error).__name__}: {error}") from error
+        raise _damaged(path, error) from error
     return found
+
+
+@functools.cache
+def _table(path: Path) -> dict[str, Any]:
+    try:
+        table = json.loads(path.read_text())
+        return {"device": str(table["device"]), "sm": table.get("sm"), "choices": table["choices"]}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path}: not a table of `sglang-dsa bench tune`: {type(error).__name__}: {error}")
 
 
 @functools.cache

@@ -8,6 +8,7 @@ MRO. Decode is planned in backend/metadata.py, prefill in adapter/prefill.py; at
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +21,9 @@ from sglang_dsa_plugin.adapter import prefill, report, state
 from sglang_dsa_plugin.adapter.cpu_threads import StepThreads
 from sglang_dsa_plugin.adapter.pool import DsaPool
 from sglang_dsa_plugin.backend import core, dense_fallback, metadata
-from sglang_dsa_plugin.cache.layouts import LATENT_DIM, ROPE_DIM
+from sglang_dsa_plugin.cache.layouts import LATENT_DIM, PAGE_SIZE, ROPE_DIM
 from sglang_dsa_plugin.config import DsaConfig
+from sglang_dsa_plugin.kernels.cuda import prepare
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
+
+_WORTH_A_LINE = 0.5  # seconds of compiling
 
 
 class DsaBackend(AttentionBackend):
@@ -100,8 +104,23 @@ class DsaBackend(AttentionBackend):
             plan.why_not_dense(str(self.device), self.choices),
             report.prefill_metrics(counting_rank=first_rank and get_parallel().pp_rank == 0),
         )
+        if torch.device(self.device).type == "cuda":
+            self._load_kernels(pool.layout.name)
         if first_rank and not model_runner.is_draft_worker:
             logger.info(report.serving_line(self, pool))
+
+    def _load_kernels(self, layout: str) -> None:
+        """Have kernels compiled now that a request would wait for."""
+        attention = self.choices["sparse_mla"].names | self.choices["sparse_mla_prefill"].names
+        selects = self.choices["index_select_paged"].name != "torch"
+        begun = time.monotonic()
+        found = prepare.prepare(
+            torch.device(self.device),
+            self.max_context_len + PAGE_SIZE if selects else 0,
+            layout if "cuda" in attention else None,
+        )
+        if (took := time.monotonic() - begun) > _WORTH_A_LINE:
+            logger.info("sglang-dsa-plugin loaded %d CUDA kernels in %.1f s", found, took)
 
     def describe_prefill(self) -> str:
         """How prefill runs, and on how many of a CPU's threads decode does, in words, for the start-up line."""

@@ -53,6 +53,7 @@ def bench_tune(
     del whole["cases"]
     table = {
         "device": device["name"],
+        "sm": device["sm"],
         "run": whole,
         "choices": bench_points.choices(points),
         "dense_up_to": bench_points.dense_up_to(points),

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from sglang_dsa_plugin import kernel_flags, plan, served_flags, support
+from sglang_dsa_plugin import kernel_flags, plan, served_flags, support, tuned
+from sglang_dsa_plugin.support_row import ROW_STEPS
 from sglang_dsa_plugin.support_vendor import NOT_MEASURED
 
 GPUS = (80, 86, 89, 90, 100, 103, 120, 121)
@@ -43,7 +44,27 @@ def page() -> str:
 def _gpus() -> Iterator[str]:
     for sm in GPUS:
         run = "run on such a GPU (H200)" if sm == 90 else "**not run**: compiled for, chosen by a mocked capability"
-        yield f"## SM {sm // 10}.{sm % 10}\n\n{run}\n\n" + _table("cuda", sm)
+        yield f"## SM {sm // 10}.{sm % 10}\n\n{run}\n\n" + _table("cuda", sm) + _measured(sm)
+
+
+def _measured(sm: int) -> str:
+    """The choices of `bench tune` that GPUs of this capability go by, or nothing."""
+    path = tuned.file_for("", sm)
+    if path is None:
+        return ""
+    lines = [
+        f"\nSparse attention goes by what was measured ahead of that (`tuned/{path.name}`, with the times; a number of "
+        "heads in between by its nearest neighbour), where the kernel can run:\n",
+        "| rows | heads | " + " | ".join(f"{step} or more" if step else "few" for step in ROW_STEPS) + " |",
+        "| --- " * (len(ROW_STEPS) + 2) + "|",
+    ]
+    choices = tuned.read(path)
+    for layout in dict.fromkeys(key[1] for key in choices):
+        by_step = [choices.get(("sparse_mla", layout, step), {}) for step in ROW_STEPS]
+        for heads in sorted(set().union(*by_step)):
+            cells = " | ".join(step.get(heads, "") for step in by_step)
+            lines.append(f"| {layout} | {heads} | {cells} |")
+    return "\n".join(lines) + "\n"
 
 
 def _cpu() -> Iterator[str]:

@@ -31,7 +31,7 @@ def test_every_step_of_rows_and_number_of_heads_is_measured():
 
 
 def test_the_geometric_mean_of_a_step_decides_and_ours_wins_a_tie():
-    points = [point(rows=16, triton=10, fa3=30), point(rows=64, triton=40, fa3=20)]
+    points = [point(rows=16, triton=10, fa3=30), point(rows=48, triton=40, fa3=20)]
     (choice,) = bench_points.choices(points)
     assert (choice["implementation"], choice["min_rows"]) == ("triton", 16)
     (choice,) = bench_points.choices([point(triton=10, fa3=9.8)])
@@ -46,7 +46,7 @@ def test_the_geometric_mean_of_a_step_decides_and_ours_wins_a_tie():
 
 
 def test_what_failed_somewhere_is_not_chosen():
-    choices = bench_points.choices([point(rows=16, triton=10, fa3=5), point(rows=64, triton=40)])
+    choices = bench_points.choices([point(rows=16, triton=10, fa3=5), point(rows=48, triton=40)])
     assert [choice["implementation"] for choice in choices] == ["triton"]
     assert bench_points.choices([point()]) == []
 
@@ -82,7 +82,7 @@ def test_dense_attention_of_the_tuning_is_attention():
 def gpu_run(monkeypatch, tmp_path, points, stop=False):
     """The command with a made-up GPU, the points in place of measuring, and its files in tmp_path."""
     monkeypatch.setattr(tuned, "FOLDER", tmp_path / "tuned")
-    monkeypatch.setattr(bench_kernels, "device_facts", lambda command: {"name": "NVIDIA H200", "l2_bytes": 1})
+    monkeypatch.setattr(bench_kernels, "device_facts", lambda command: {"name": "NVIDIA H200", "sm": 90, "l2_bytes": 1})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
     def measure_all(*_):
@@ -123,9 +123,12 @@ def test_without_a_gpu_it_says_what_it_needs():
 
 def test_a_damaged_file_is_named(tmp_path):
     path = tmp_path / "some_gpu.json"
-    path.write_text('{"choices": [{"operator": "sparse_mla"}]}')
-    with pytest.raises(ValueError, match=r"some_gpu\.json: not a table"):
-        tuned.read(path)
+    for text in ('{"device": "some GPU", "choices": [{"operator": "sparse_mla"}]}', '{"choices": []}', "[]", "{"):
+        path.write_text(text)
+        for cached in (tuned.read, tuned._table):
+            cached.cache_clear()
+        with pytest.raises(ValueError, match=r"some_gpu\.json: not a table"):
+            tuned.read(path)
 
 
 def test_shipped_tables_name_rows_of_the_support_table():
@@ -145,6 +148,24 @@ def test_no_table_is_asked_without_a_gpu_or_about_another_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(tuned, "_device", lambda index: ("NVIDIA H200", 90))
     monkeypatch.setattr(tuned, "read", lambda path: {("sparse_mla", "bf16_1152", 0): {16: "fa3"}})
-    assert tuned.preferred("sparse_mla", 90, 0, "bf16_1152", 16, 0) == "fa3"
+    assert tuned.preferred("sparse_mla", 90, 0, "bf16_1152", 16, 0) == ("fa3", "NVIDIA H200")
     assert tuned.preferred("sparse_mla", 80, 0, "bf16_1152", 16, 0) is None
     assert tuned.preferred("sparse_mla", 90, 0, "bf16_1152", None, 0) is None
+
+
+def test_a_gpu_without_a_table_takes_one_of_its_compute_capability(monkeypatch, tmp_path):
+    monkeypatch.setattr(tuned, "FOLDER", tmp_path)
+    tuned.file_for.cache_clear()
+    for name, sm in (("NVIDIA A100", 80), ("NVIDIA H200", 90), ("NVIDIA H100", 90)):
+        tuned.path_of(name).write_text(json.dumps({"device": name, "sm": sm, "choices": []}))
+    (tmp_path / "a.partial.json").write_text(json.dumps({"device": "half", "sm": 120, "choices": []}))
+    found = {
+        ("NVIDIA H200", 90): "nvidia_h200.json",
+        ("NVIDIA GH200", 90): "nvidia_h100.json",
+        ("NVIDIA A100-SXM4-80GB", 80): "nvidia_a100.json",
+    }
+    for (name, sm), file in found.items():
+        assert tuned.file_for(name, sm).name == file
+    assert tuned.file_for("NVIDIA B200", 100) is None
+    assert tuned.file_for("NVIDIA RTX PRO 6000", 120) is None  # half a run is no table
+    tuned.file_for.cache_clear()

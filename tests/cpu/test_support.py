@@ -1,5 +1,9 @@
 """The support table: every row loads, choices carry reasons, refusals name what is wrong."""
 
+import importlib
+import importlib.util
+import types
+
 import pytest
 import torch
 
@@ -149,7 +153,10 @@ def test_a_kernel_for_many_rows_is_left_out_below_unless_asked_for(own_rows):
 @pytest.mark.parametrize(
     ("sm", "heads", "layout", "rows", "expected"),
     [
-        (90, 16, "bf16_1152", 4096, "triton"),
+        (90, 16, "bf16_1152", 4096, "cuda"),
+        (90, 8, "bf16_1152", 16, "cuda"),
+        (90, 16, "bf16_1152", 15, "triton"),
+        (90, 17, "bf16_1152", 64, "triton"),
         (90, 128, "bf16_1152", 4096, "flash_mla"),
         (90, 64, "bf16_1152", 64, "fa3"),
         (90, 64, "bf16_1152", 15, "triton"),
@@ -157,7 +164,8 @@ def test_a_kernel_for_many_rows_is_left_out_below_unless_asked_for(own_rows):
         (90, 128, "fp8_656", 4096, "flash_mla_kv"),
         (90, 128, "fp8_656", 16, "flash_mla_kv"),
         (90, 128, "fp8_656", 1, "triton"),
-        (90, 16, "fp8_656", 4096, "triton"),
+        (90, 16, "fp8_656", 4096, "cuda"),
+        (90, 16, "fp8_576", 4096, "triton"),
         (100, 128, "fp8_656", 16, "triton"),
         (80, 128, "bf16_1152", 4096, "triton"),
         (120, 16, "fp8_656", 1, "triton"),
@@ -195,3 +203,28 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     assert run(Tensor(), 5, option=7) == (5, 7) and entered == [1]
     current["index"] = 1
     assert run(Tensor(), 5) == (5, 0) and entered == [1]
+
+
+def test_a_module_of_a_package_that_is_not_installed_is_not_installed():
+    for name in ("no_such_package", "no_such_package.core", "json.no_such_module"):
+        assert support_row.unusable(name) == f"{name} is not installed"
+    assert support_row.unusable("json.decoder") is None
+
+
+def test_kernels_in_cuda_cpp_want_a_compiler(monkeypatch):
+    features = {"device": "cuda", "sm": 90, "layout": "bf16_1152", "heads": 16, "rows": 64, "dtype": torch.bfloat16}
+    support_row.unusable.cache_clear()
+    assert support.choose("sparse_mla", **features).name == "cuda"
+
+    def missing(name):
+        if name == "cuda.bindings.nvrtc":
+            raise RuntimeError("libnvrtc.so.13 cannot be opened")
+        return importlib.import_module(name)
+
+    monkeypatch.setattr(support_row, "importlib", types.SimpleNamespace(import_module=missing, util=importlib.util))
+    for cached in (support_row.unusable, support._choose, support._measured):
+        cached.cache_clear()
+    choice = support.choose("sparse_mla", **features)
+    assert choice.name == "triton" and "finds no NVRTC to compile with: libnvrtc" in choice.rejected["cuda"]
+    for cached in (support_row.unusable, support._choose, support._measured):
+        cached.cache_clear()

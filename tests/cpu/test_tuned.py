@@ -20,20 +20,20 @@ def test_a_measured_choice_comes_first_where_it_can_run(monkeypatch):
 
     def preferred(*arguments):
         asked.append(arguments)
-        return "flash_mla"
+        return "flash_mla", "NVIDIA H200"
 
     monkeypatch.setattr(tuned, "preferred", preferred)
     monkeypatch.setattr(support_row, "unusable", lambda package: None if package == "flash_mla" else "not here")
     support._choose.cache_clear()
     support._measured.cache_clear()
     choice = support.choose("sparse_mla", rows=20, **features)
-    assert choice.name == "flash_mla" and "fastest" in choice.reason
+    assert choice.name == "flash_mla" and "NVIDIA H200" in choice.reason
     assert asked == [("sparse_mla", 90, None, "bf16_1152", 16, 16)]
-    for packages in ("none", "all"):
-        assert support.choose("sparse_mla", rows=20, packages=packages, **features).name == "triton"
+    assert support.choose("sparse_mla", rows=20, packages="none", **features).name == "triton"
+    assert support.choose("sparse_mla", rows=20, packages="all", **features).name == "cuda"
     assert support.choose("sparse_mla", rows=20, impl="triton", **features).name == "triton"
     # What the table names and cannot run, it does not get.
-    monkeypatch.setattr(tuned, "preferred", lambda *_: "fa3")
+    monkeypatch.setattr(tuned, "preferred", lambda *_: ("fa3", "NVIDIA H200"))
     assert support.choose("sparse_mla", rows=20, **features).name == "triton"
     monkeypatch.setattr(tuned, "preferred", lambda *_: None)
     assert support.choose("sparse_mla", rows=20, **features).name == "triton"

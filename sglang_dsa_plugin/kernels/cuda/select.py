@@ -27,6 +27,24 @@ def preferred(device: torch.device, rows: int, width: int, k: int, page_size: in
     return tables.prefers_select(gpu, rows, width, k, page_size) and unusable("cuda.core") is None
 
 
+def fastest_rows(
+    scores: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    starts: torch.Tensor | None,
+    init_tokens: int,
+    local_tokens: int,
+    *,
+    slots: tuple[torch.Tensor, torch.Tensor, int] | None = None,
+    **more: torch.Tensor | None,
+) -> torch.Tensor:
+    """`select_rows` of here or of kernels/triton/select.py, whichever is the faster: the picks are the same."""
+    rows, width = scores.shape
+    here = preferred(scores.device, rows, width, k, max(1, width) if slots is None else slots[2])
+    run = select_rows if here else triton_select.select_rows
+    return run(scores, lengths, k, starts, init_tokens, local_tokens, slots=slots, **more)
+
+
 def topk(
     scores: torch.Tensor,
     lengths: torch.Tensor,

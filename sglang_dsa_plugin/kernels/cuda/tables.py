@@ -12,6 +12,7 @@ from sglang_dsa_plugin.support_row import CLUSTER_SMS, INDEX_MAX_K, MANY_ROWS
 SELECT_MEASURED_SMS = frozenset({90})
 
 _MOST_PAGES = 4096  # PAGES of select_parts.cuh
+_ROUND = 4 * 512  # scores that the smallest block looks at together
 _SIXTEEN_SMS = frozenset({90, 100, 103})  # whose clusters may have 16 blocks
 
 
@@ -67,6 +68,17 @@ def select_shape(gpu: Gpu, rows: int, columns: int) -> SelectShape | None:
     steps = -(-columns // (4 * threads * cluster))
     held = 4 if steps <= 4 else 8 if steps <= 8 and threads == 512 else 0
     return SelectShape(threads, cluster, held, 1024 // threads)
+
+
+@functools.cache
+def select_shapes(gpu: Gpu, columns: int) -> tuple[SelectShape, ...]:
+    """All launches that are taken unasked for rows of up to `columns` columns."""
+    if not (gpu.kind == "cuda" and gpu.sm in SELECT_MEASURED_SMS) or columns < 1:
+        return ()
+    # Launches change where rows fill one more round of a block's scores, and at the last column.
+    widths = {min(w, columns) for w in range(1, columns + _ROUND, _ROUND)}
+    found = (select_shape(gpu, rows, width) for rows in range(1, MANY_ROWS) for width in widths)
+    return tuple(dict.fromkeys(shape for shape in found if shape is not None))
 
 
 def _run_at_once(gpu: Gpu, rows: int, cluster: int) -> bool:

@@ -109,10 +109,9 @@ def _select(
     gpu, short = index_tables.gpu_of(lengths.device), width <= topk
     row_bytes = 4 * index_scores.new_scores(0, width, lengths.device).stride(0)
     group = count
-    in_cuda = cuda_select.preferred(lengths.device, count, width, topk, PAGE_SIZE)
-    select = cuda_select.select_rows if in_cuda else select_rows
     if not short:
         # The lists of the selection in Triton are scores that are alive, too.
+        in_cuda = cuda_select.preferred(lengths.device, count, width, topk, PAGE_SIZE)
         group = index_tables.rows_in_budget(gpu, count, width, topk, row_bytes, budget_bytes, _whole, in_cuda)
     fits, group = group > 0, max(1, group)
     buffer = index_scores.new_scores(group if fits and not short else 1, width if fits else 1, lengths.device)
@@ -124,9 +123,13 @@ def _select(
         beside = None if slots_out is None else slots_out[rows]
         if fits:
             part = buffer.expand(sizes.shape[0], width) if short else buffer[: sizes.shape[0]]
-            tickets = None
+            tickets, select = None, select_rows
             if not short:
-                tickets = None if in_cuda else tickets_for(part, topk)
+                # The last group may have few rows where the others have many.
+                if cuda_select.preferred(lengths.device, len(part), width, topk, PAGE_SIZE):
+                    select = cuda_select.select_rows
+                else:
+                    tickets = tickets_for(part, topk)
                 score(part, rows, 0, sizes, topk, tickets)
             select(
                 part,

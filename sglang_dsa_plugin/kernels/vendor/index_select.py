@@ -81,6 +81,7 @@ def paged(
 
     Raises ValueError where `budget_bytes` does not hold the scores of one row.
     """
+    from sglang_dsa_plugin.kernels.cuda import select as cuda_select
     from sglang_dsa_plugin.kernels.triton import select
 
     rows, width = q.shape[0], page_table.shape[1] * PAGE_SIZE
@@ -108,7 +109,7 @@ def paged(
         found = _scores(scores, q[part], pages, gate[part], sizes, page_table, owners, width)
         if selection == "triton":
             where = (page_table, owners, PAGE_SIZE) if slots or beside is not None else None
-            select.select_rows(found, sizes, k, None, *forced, slots=where, out=picks[part], slots_out=beside)
+            cuda_select.fastest_rows(found, sizes, k, None, *forced, slots=where, out=picks[part], slots_out=beside)
         else:
             chosen = topk.topk(found, sizes, k, None, *forced, by=selection)
             if beside is not None:
@@ -176,7 +177,7 @@ def _by_windows(
     """Picks int32 [R, k] among the lengths[r] keys from start[r] on, `group` rows at a time. table: (page_table,
     row_to_request), for slots instead of positions, or to `slots_out` beside them.
     """
-    from sglang_dsa_plugin.kernels.triton import select
+    from sglang_dsa_plugin.kernels.cuda import select as cuda_select
 
     picks = torch.empty((q.shape[0], k), dtype=torch.int32, device=q.device)
     # A row that keeps every key is scored as if it had one, which is the least that DeepGEMM takes.
@@ -185,7 +186,7 @@ def _by_windows(
     for top in range(0, q.shape[0], group):
         part = slice(top, top + group)
         found = deep_gemm.ragged_scores(q[part], keys, scales, gate[part], first[part], last[part], width)
-        select.select_rows(
+        cuda_select.fastest_rows(
             found,
             lengths[part],
             k,

@@ -14,8 +14,11 @@ import torch
 
 pytest.importorskip("sglang")
 
+from sglang_dsa_plugin import tuned
 from sglang_dsa_plugin.adapter.hooks import warmup
 from sglang_dsa_plugin.cache.layouts import FP8, INDEX_PAGE_BYTES, LATENT_LAYOUTS
+from sglang_dsa_plugin.kernels.cuda import prepare, program
+from sglang_dsa_plugin.kernels.cuda import sparse_mla as sparse_mla_cuda
 from sglang_dsa_plugin.kernels.triton import (
     index_front,
     index_scores,
@@ -28,6 +31,7 @@ from sglang_dsa_plugin.kernels.triton import (
 )
 from sglang_dsa_plugin.kernels.vendor import index_select as vendor_select
 from sglang_dsa_plugin.support import MANY_ROWS
+from sglang_dsa_plugin.support_row import ROW_STEPS
 
 H200 = index_tables.Gpu("cuda", 90, 132, 227)
 KERNELS = [
@@ -72,6 +76,16 @@ class Recorder:
         return "1" if value == 1 else "16" if value % 16 == 0 else "int"
 
 
+class Loaded:
+    """Stands in for a kernel in CUDA C++ on an H200."""
+
+    def launch(self, *_arguments, **_named):
+        pass
+
+    def clusters_at_once(self, _block, cluster):
+        return {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}[cluster]
+
+
 def scores_of_deep_gemm(q, kv, weights, ks, ke, clean_logits, max_seqlen_k):
     """Its result's shape; its own kernel is one for all shapes."""
     return weights.new_empty(len(q), -(-max_seqlen_k // 256) * 256)[:, :max_seqlen_k]
@@ -84,6 +98,13 @@ def seen(monkeypatch):
     for module, name in KERNELS:
         monkeypatch.setattr(module, name, Recorder(getattr(module, name), found))
     monkeypatch.setattr(index_tables, "gpu_of", lambda device: H200)
+
+    def kernel(source, name, device, defines=None, *, shared_bytes=0):
+        found.add((source, name, *sorted((defines or {}).items())))
+        return Loaded()
+
+    monkeypatch.setattr(program, "kernel", kernel)
+    monkeypatch.setattr(sparse_mla_cuda, "_processors", lambda device: H200.processors)
     package = types.SimpleNamespace(fp8_mqa_logits=scores_of_deep_gemm, get_num_sms=lambda: H200.processors)
     monkeypatch.setitem(sys.modules, "deep_gemm", package)
     monkeypatch.setattr(sparse_mla, "_device", lambda device: (90, 132, "cvt"))
@@ -116,7 +137,12 @@ def step(rows, requests, longest, topk, heads, layout, scores, index_heads=64):
     spec = LATENT_LAYOUTS[layout]
     queries, rope = (empty(heads, rows, 512, dtype=torch.bfloat16), empty(rows, heads, 192, dtype=torch.bfloat16))
     cache = empty(SLOTS, spec.width, dtype=spec.dtype)
-    sparse_mla.sparse_mla(queries.transpose(0, 1), cache, slots, 0.07, layout, lengths=lengths, q_rope=rope[..., 128:])
+    measured = tuned.read(tuned.path_of("NVIDIA H200"))
+    taken = tuned.nearest(measured, "sparse_mla", layout, heads, max(s for s in ROW_STEPS if s <= rows))
+    # Kernels of other packages come compiled.
+    if ours := {"cuda": sparse_mla_cuda, "triton": sparse_mla}.get(taken):
+        rest = {"lengths": lengths, "q_rope": rope[..., 128:]}
+        ours.sparse_mla(queries.transpose(0, 1), cache, slots, 0.07, layout, **rest)
 
 
 def steps_of_the_warmup(topk, chunk, context):
@@ -145,6 +171,9 @@ def steps_of_the_warmup(topk, chunk, context):
 def test_no_prompt_meets_a_kernel_that_is_not_there(seen, topk, heads, layout, scores, context, longest):
     chunk, rng = 8192, random.Random(0)
     model = (topk, heads, layout, scores)
+    prepare.prepare(torch.device("cuda", 0), context + 64, layout)
+    loaded = len(seen)
+    assert loaded > sparse_mla_cuda.MOST_BLOCKS
     for batch in GRAPHS:
         step(batch, batch, context, *model)
     only_graphs = len(seen)
@@ -156,4 +185,5 @@ def test_no_prompt_meets_a_kernel_that_is_not_there(seen, topk, heads, layout, s
         requests = rng.choice([1, 1, 1, 2, 3, 4, 8])
         rows = min(chunk, max(requests, round(2 ** rng.uniform(0, 13))))
         step(rows, requests, round(topk * (longest / topk) ** rng.random()) + 1, *model)
-    assert not seen - before
+    missing = seen - before
+    assert not missing, "\n".join(map(str, missing))

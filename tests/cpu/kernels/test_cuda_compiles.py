@@ -4,25 +4,44 @@ import pytest
 
 pytest.importorskip("cuda.core")
 
-from sglang_dsa_plugin.kernels.cuda import program, select, tables
+from sglang_dsa_plugin.kernels.cuda import program, select, sparse_mla, tables
 from sglang_dsa_plugin.kernels.triton.index_tables import Gpu
 
 CLUSTER_ARCHS = ["sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a"]
 SHARED = 48 * 1024  # what a kernel has without asking
 
 
-@pytest.mark.parametrize("arch", CLUSTER_ARCHS)
 @pytest.mark.parametrize(
-    ("rows", "columns"), [(1, 131072), (16, 131072), (64, 131072)], ids=["held", "twice as many held", "read again"]
+    ("arch", "rows"),
+    [("sm_90a", 1), ("sm_90a", 16), ("sm_90a", 64), *((arch, 1) for arch in CLUSTER_ARCHS if arch != "sm_90a")],
 )
-def test_select(arch, rows, columns):
-    if arch != "sm_90a" and rows != 1:
-        pytest.skip("one form an architecture")
+def test_select(arch, rows):
+    """One row is held in registers, of 16 rows twice as much, of 64 nothing; other chips have one form."""
+    columns = 131072
     shape = tables.select_shape(Gpu("cuda", int(arch[3:-1]), 132, 227), rows, columns)
     _, found = program.compile_only(select.SOURCE, arch, select.defines(shape, select.BOTH, 64))
     takes = found[select.NAME]
     assert takes.registers * shape.threads * shape.blocks <= 65536
     assert takes.shared <= SHARED and takes.spilled <= 400
+
+
+@pytest.mark.parametrize("layout", sorted(sparse_mla.FORMS))
+@pytest.mark.parametrize("cluster", [1, 5, sparse_mla.MOST_BLOCKS])
+def test_sparse_mla(layout, cluster):
+    form = sparse_mla.FORMS[layout]
+    assert form.shared_bytes <= 227 * 1024
+    every = {"lengths": cluster > 1, "sink": cluster < 8, "wide_slots": cluster == 5}
+    _, found = program.compile_only(form.source, "sm_90a", form.defines(cluster, **every))
+    takes = found[form.name]
+    # Registers at the start; the groups then share them out (setmaxnreg).
+    assert takes.registers * 384 <= 65536 and takes.shared == 0 and takes.spilled <= 128
+
+
+def test_a_cubin_depends_on_what_its_source_includes(monkeypatch, tmp_path):
+    monkeypatch.setattr(program, "_FOLDER", tmp_path)
+    (tmp_path / "a.cu").write_text('// a\n#include "b.cuh"\nint last;\n')
+    (tmp_path / "b.cuh").write_text("int first;")
+    assert program._text("a.cu") == "// a\nint first;\nint last;\n"
 
 
 def test_an_error_names_the_file_and_the_compilers_reason():

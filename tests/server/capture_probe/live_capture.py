@@ -180,5 +180,5 @@ def _dense(answer, q, k, v, cu_q, cu_k, scale, **_):
         "cu_k": cu_k,
         "scale": scale,
         "out": answer[0][:, heads],
-        "lse": answer[1][:, heads],
+        "lse": None if answer[1] is None else answer[1][:, heads],
     }

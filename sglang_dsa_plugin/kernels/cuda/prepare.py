@@ -1,0 +1,53 @@
+"""Kernels in CUDA C++ compiled and loaded when a server starts, so that no request waits for a compiler.
+
+Which form of a kernel runs follows from the numbers of rows and columns of a step; the forms are few, and known from
+the tables. NVRTC compiles several at a time, and what it made lies on disk for the next start.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
+from sglang_dsa_plugin.kernels.triton import index_tables
+
+from . import program, select, sparse_mla, tables
+
+_AT_A_TIME = 8
+
+# Source, name, macros and dynamic shared memory of a kernel.
+Form = tuple[str, str, program.Defines, int]
+
+
+def server_forms(gpu: index_tables.Gpu, columns: int, layout: str | None) -> list[Form]:
+    """The forms that steps of a server take on this GPU: selection from up to `columns` scores with positions and slots
+    written (0: none), and sparse attention on rows of `layout` (None: none).
+    """
+    forms: list[Form] = [
+        (select.SOURCE, select.NAME, select.defines(shape, select.BOTH, PAGE_SIZE), 0)
+        for shape in tables.select_shapes(gpu, columns)
+    ]
+    if layout in sparse_mla.FORMS:
+        form = sparse_mla.FORMS[layout]
+        for cluster in range(1, sparse_mla.MOST_BLOCKS + 1):
+            macros = form.defines(cluster, lengths=True, sink=False, wide_slots=False)
+            forms.append((form.source, form.name, macros, form.shared_bytes))
+    return forms
+
+
+def prepare(device: torch.device, columns: int, layout: str | None) -> int:
+    """Load those forms on a CUDA device; returns how many. Raises RuntimeError with the compiler's log."""
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    where = torch.device("cuda", index)
+    forms = server_forms(index_tables.gpu_of(where), columns, layout)
+
+    def load(form: Form) -> None:
+        source, name, macros, shared = form
+        program.kernel(source, name, where, macros, shared_bytes=shared)
+
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        for _ in pool.map(load, forms):
+            pass
+    return len(forms)

@@ -1,0 +1,56 @@
+"""Which CUDA C++ kernels a server loads at its start: all that its steps may take, and each once."""
+
+import random
+import threading
+
+import pytest
+import torch
+
+from sglang_dsa_plugin.kernels.cuda import prepare, program, select, sparse_mla, tables
+from sglang_dsa_plugin.kernels.triton import index_tables
+
+H200 = index_tables.Gpu("cuda", 90, 132, 227)
+
+
+@pytest.mark.parametrize("columns", [100, 2048, 7088, 131136, 1 << 20])
+def test_every_launch_that_rows_and_columns_lead_to_is_known(columns):
+    known = tables.select_shapes(H200, columns)
+    assert len(set(known)) == len(known) < 24
+    rng = random.Random(0)
+    for _ in range(3000):
+        rows, width = rng.randrange(1, 256), rng.randrange(1, columns + 1)
+        assert tables.select_shape(H200, rows, width) in known
+
+
+def test_nothing_is_loaded_where_nothing_is_taken():
+    for gpu in (index_tables.Gpu("cuda", 80, 108, 163), index_tables.Gpu("cuda", 100, 148, 227)):
+        assert prepare.server_forms(gpu, 131072, None) == []
+    assert prepare.server_forms(H200, 0, "fp8_576") == []
+
+
+@pytest.mark.parametrize("layout", sorted(sparse_mla.FORMS))
+def test_each_form_is_loaded_once_on_the_device_asked_for(monkeypatch, layout):
+    loaded, lock = [], threading.Lock()
+
+    def kernel(source, name, device, defines, *, shared_bytes):
+        with lock:
+            loaded.append((source, name, device.index, tuple(sorted(defines.items())), shared_bytes))
+
+    monkeypatch.setattr(program, "kernel", kernel)
+    monkeypatch.setattr(index_tables, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    count = prepare.prepare(torch.device("cuda"), 131136, layout)
+    assert count == len(loaded) == len(set(loaded)) and {one[2] for one in loaded} == {3}
+    sources = [one[0] for one in loaded]
+    assert sources.count(sparse_mla.FORMS[layout].source) == sparse_mla.MOST_BLOCKS
+    assert sources.count(select.SOURCE) == count - sparse_mla.MOST_BLOCKS > 0
+
+
+def test_what_does_not_compile_is_an_error_at_once(monkeypatch):
+    def kernel(*_arguments, **_named):
+        raise RuntimeError("select.cu does not compile for sm_90a: expected a declaration")
+
+    monkeypatch.setattr(program, "kernel", kernel)
+    monkeypatch.setattr(index_tables, "gpu_of", lambda device: H200)
+    with pytest.raises(RuntimeError, match=r"select.cu does not compile"):
+        prepare.prepare(torch.device("cuda", 0), 8192, None)
