@@ -21,17 +21,24 @@ def empty_rows_kernel(
     lse,
     lse_row,
     lse_head,
+    counts,
     heads,
     width,
+    COUNTS: tl.constexpr,
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One row of out [R, heads, width] and lse [R, heads]; lse of +inf or -inf marks heads to clear."""
+    """One row of out [R, heads, width] and lse [R, heads]; to clear are heads whose lse is +inf or -inf, or with COUNTS
+    all of a row whose counts [R] is 0.
+    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)
     place = lse + row * lse_row + head * lse_head
-    found = tl.load(place, mask=head < heads, other=0.0)
-    none = tl.abs(found) == float("inf")
+    if COUNTS:
+        none = (head < heads) & (tl.load(counts + row) == 0)
+    else:
+        found = tl.load(place, mask=head < heads, other=0.0)
+        none = tl.abs(found) == float("inf")
     if tl.max(none.to(tl.int32), 0) > 0:
         tl.store(place, tl.full((HEADS,), float("-inf"), tl.float32), mask=none)
         zero = tl.zeros((HEADS, COLUMNS), out.dtype.element_ty)
@@ -41,8 +48,10 @@ def empty_rows_kernel(
             tl.store(target, zero, mask=none[:, None] & (column < width)[None, :])
 
 
-def clear_empty_rows(out: torch.Tensor, lse: torch.Tensor) -> None:
-    """In place: where lse f32 [R, H] is infinite it becomes -inf, and those heads of out [R, H, D] become 0."""
+def clear_empty_rows(out: torch.Tensor, lse: torch.Tensor, counts: torch.Tensor | None = None) -> None:
+    """In place: where lse f32 [R, H] is infinite it becomes -inf, and those heads of out [R, H, D] become 0. With
+    counts int [R] that happens to rows of 0 instead, whatever their lse: they were handed a slot that is none of theirs.
+    """
     rows, heads, width = out.shape
     if out.stride(2) != 1:
         raise ValueError(f"out must have its last dimension in one piece, got strides {out.stride()}")
@@ -54,8 +63,10 @@ def clear_empty_rows(out: torch.Tensor, lse: torch.Tensor) -> None:
             lse,
             lse.stride(0),
             lse.stride(1),
+            lse if counts is None else counts,
             heads,
             width,
+            COUNTS=counts is not None,
             HEADS=triton.next_power_of_2(heads),
             COLUMNS=_COLUMNS,
             num_warps=4,

@@ -50,12 +50,17 @@ def finished(
 
     counts [R]: valid picks. dtype: of q. sink f32 [H]: brought in here. out: where to write.
     """
-    none = (counts == 0).unsqueeze(1)
-    lse = torch.where(none, -math.inf, lse.float())
+    lse = lse.float()
     if sink is not None:
+        none = (counts == 0).unsqueeze(1)
+        lse = torch.where(none, -math.inf, lse)
         # 1 / (1 + exp(sink - lse)); a row without picks is 0 in any case.
         result = result.float() * torch.sigmoid(lse - sink).unsqueeze(2)
-    result = result.masked_fill(none.unsqueeze(2), 0)
-    if out is None:
-        return result.to(dtype).contiguous(), lse
-    return out.copy_(result), lse
+        result = result.masked_fill(none.unsqueeze(2), 0)
+    out = result.to(dtype).contiguous() if out is None else out.copy_(result)
+    if sink is None:
+        from sglang_dsa_plugin.kernels.triton.empty_rows import clear_empty_rows
+
+        # In the kernel's own tensors: a pass over the output of a prefill would be felt.
+        clear_empty_rows(out, lse, counts)
+    return out, lse

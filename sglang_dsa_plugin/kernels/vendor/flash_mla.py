@@ -14,6 +14,7 @@ Both live in the package's legacy library. What they need and how it is met:
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from . import attention
 _PICKS = 128
 _PACKED_PICKS = 64
 _SCHEDULED_ROWS = 512
+_PREFILLS_KEPT = 4
 
 
 def sparse_mla(
@@ -108,7 +110,9 @@ def sparse_mla_packed(
     return attention.finished(result[:, 0, :heads], lse[:, :heads, 0], counts, q.dtype, sink, out)
 
 
-_schedules: dict[tuple[torch.device, int, int, int], Any] = {}
+_Shape = tuple[torch.device, int, int, int]
+_schedules: dict[_Shape, Any] = {}
+_prefill_schedules: OrderedDict[_Shape, Any] = OrderedDict()
 
 
 def _schedule(device: torch.device, rows: int, heads: int, picks: int) -> Any:
@@ -116,14 +120,21 @@ def _schedule(device: torch.device, rows: int, heads: int, picks: int) -> Any:
 
     Kept for the shapes of decode steps, so that layers and steps share one. A CUDA graph replays with the memory it was
     recorded with: what an eager call left is used in a graph and never dropped, and one that is made during a recording
-    belongs to that graph alone.
+    belongs to that graph alone. Of prefills, whose shapes are many and which no graph records, the last few are kept:
+    the layers of a step follow each other.
     """
     key = (device, rows, heads, picks)
-    if key in _schedules:
-        return _schedules[key]
+    recording = torch.cuda.is_current_stream_capturing()
+    few = rows <= _SCHEDULED_ROWS
+    kept: dict[_Shape, Any] = _schedules if few or recording else _prefill_schedules
+    if key in kept:
+        return kept[key]
     from flash_mla import get_mla_metadata
 
     made, _ = get_mla_metadata()
-    if rows <= _SCHEDULED_ROWS and not torch.cuda.is_current_stream_capturing():
-        _schedules[key] = made
+    if recording:
+        return made
+    kept[key] = made
+    if not few and len(kept) > _PREFILLS_KEPT:
+        _prefill_schedules.popitem(last=False)
     return made

@@ -115,6 +115,12 @@ else:
         clear_empty_rows(out, lse)
         assert torch.equal(out.nan_to_num(7), want.nan_to_num(7)) and torch.equal(lse == -math.inf, none)
         assert lse[2, 0].isnan() and not lse[0].any()
+        out, lse = torch.full((6, heads, 512), 2.0).bfloat16(), torch.ones(6, heads + 3)[:, :heads]
+        lse[1] = math.inf
+        clear_empty_rows(out, lse, torch.tensor([3, 1, 0, 7, 0, 2], dtype=torch.int32))
+        empty = torch.tensor([False, False, True, False, True, False])
+        assert (out[empty] == 0).all() and (out[~empty] == 2).all()
+        assert (lse[empty] == -math.inf).all() and (lse[1] == math.inf).all() and (lse[3] == 1).all()
 
     @pytest.mark.parametrize("without_keys", [math.inf, -math.inf])
     @pytest.mark.parametrize("given", [False, True])
@@ -155,6 +161,18 @@ else:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         assert flash_mla._schedule(torch.device("cpu"), 3, 64, 128) is kept
         assert flash_mla._schedule(torch.device("cpu"), 4, 64, 128) is not kept
+
+    def test_layers_of_a_prefill_share_a_schedule_and_the_last_few_are_kept(monkeypatch):
+        vendor_fakes.install(monkeypatch, vendor_fakes.flash_mla([]))
+        monkeypatch.setattr(flash_mla, "_schedules", {})
+        monkeypatch.setattr(flash_mla, "_prefill_schedules", type(flash_mla._prefill_schedules)())
+        where = torch.device("cpu")
+        first = flash_mla._schedule(where, 1000, 64, 2048)
+        assert flash_mla._schedule(where, 1000, 64, 2048) is first
+        for rows in range(1001, 1001 + flash_mla._PREFILLS_KEPT):
+            flash_mla._schedule(where, rows, 64, 2048)
+        assert len(flash_mla._prefill_schedules) == flash_mla._PREFILLS_KEPT and not flash_mla._schedules
+        assert flash_mla._schedule(where, 1000, 64, 2048) is not first
 
     @pytest.mark.parametrize("heads", [8, 128])
     def test_fa3_rows_as_pages(monkeypatch, heads):
