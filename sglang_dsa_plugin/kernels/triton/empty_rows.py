@@ -50,7 +50,7 @@ def empty_rows_kernel(
 
 def clear_empty_rows(out: torch.Tensor, lse: torch.Tensor, counts: torch.Tensor | None = None) -> None:
     """In place: where lse f32 [R, H] is infinite it becomes -inf, and those heads of out [R, H, D] become 0. With
-    counts int [R] that happens to rows of 0 instead, whatever their lse: they were handed a slot that is none of theirs.
+    counts int [R] that happens to rows of 0 instead, whatever their lse: such a row was handed a slot not its own.
     """
     rows, heads, width = out.shape
     if out.stride(2) != 1:
