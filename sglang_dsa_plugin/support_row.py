@@ -230,21 +230,33 @@ def _why_deep_gemm_cannot_compile() -> str | None:
     return None
 
 
-def _why_nvrtc_is_not_there() -> str | None:
+def _why_nvrtc_cannot_serve() -> str | None:
+    """NVRTC has to be there, to know the GPUs of this machine, and not to be too new for their driver."""
     try:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
-
-        status = nvrtc.nvrtcVersion()[0]
+        status, major, _ = nvrtc.nvrtcVersion()
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            return f"finds no NVRTC to compile with: {status.name}"
+        if not torch.cuda.is_available():
+            return None
+        known = nvrtc.nvrtcGetSupportedArchs()[1]
+        driver = importlib.import_module("cuda.bindings.driver").cuDriverGetVersion()[1]
     except (ImportError, RuntimeError, OSError) as error:
         return f"finds no NVRTC to compile with: {error}"
-    return None if status == nvrtc.nvrtcResult.NVRTC_SUCCESS else f"finds no NVRTC to compile with: {status.name}"
+    for index in range(torch.cuda.device_count()):
+        one, two = torch.cuda.get_device_capability(index)
+        if 10 * one + two not in known:
+            return f"has an NVRTC ({major}) that does not know {sm_name(10 * one + two)}"
+    if driver // 1000 < major:
+        return f"has an NVRTC ({major}) that is newer than the driver (CUDA {driver // 1000}.{driver % 1000 // 10})"
+    return None
 
 
 # What has to be true besides being installed: module -> why it is not, in words that follow the name, or None. DeepGEMM
 # comes with SGLang, whether it can compile or not.
 _CONDITIONS: dict[str, Callable[[], str | None]] = {
     "deep_gemm": _why_deep_gemm_cannot_compile,
-    "cuda.core": _why_nvrtc_is_not_there,
+    "cuda.core": _why_nvrtc_cannot_serve,
 }
 
 

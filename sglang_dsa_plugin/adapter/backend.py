@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WORTH_A_LINE = 0.5  # seconds of compiling
+# Scores and selection in one whose selection is this package's on a GPU.
+_SELECTS_BY_OURS = ("triton", "deep_gemm")
 
 
 class DsaBackend(AttentionBackend):
@@ -112,7 +114,7 @@ class DsaBackend(AttentionBackend):
     def _load_kernels(self, layout: str) -> None:
         """Have kernels compiled now that a request would wait for."""
         attention = self.choices["sparse_mla"].names | self.choices["sparse_mla_prefill"].names
-        selects = self.choices["index_select_paged"].name != "torch"
+        selects = self.choices["index_select_paged"].name in _SELECTS_BY_OURS
         begun = time.monotonic()
         found = prepare.prepare(
             torch.device(self.device),

@@ -24,9 +24,10 @@ kernels of packages that SGLang brings, called through checked adapters. `a / b`
 without it. Head counts are those of one rank, for picks (scores and selection) those of the indexer. Rows are the
 requests of a decode step; prefill means 256 rows or more, for picks 256 a request on average, and with fewer it takes
 what decode takes. Under `triton`, picks on SM 9.0 of fewer than 256 rows are selected in CUDA C++, where cuda.core is
-installed. Where dense prefill is `torch` on a GPU and sparse is not, short prompts run sparse instead. The choice does
-not depend on k from 64 to 4096, nor on the length of a request. Kernels of other packages that have not been measured
-to be faster are taken by name only; they have a table of their own below.
+installed and NVRTC serves the GPU, unless `SGLANG_DSA_PLUGIN_IMPL=triton` asks for Triton alone. Where dense prefill is
+`torch` on a GPU and sparse is not, short prompts run sparse instead. The choice does not depend on k from 64 to 4096,
+nor on the length of a request. Kernels of other packages that have not been measured to be faster are taken by name
+only; they have a table of their own below.
 """
 
 _BY_NAME = """## By name
@@ -55,7 +56,7 @@ def _measured(sm: int) -> str:
     lines = [
         f"\nSparse attention goes by what was measured ahead of that (`tuned/{path.name}`, with the times; a number of "
         "heads in between by its nearest neighbour), where the kernel can run:\n",
-        "| rows | heads | " + " | ".join(f"{step} or more" if step else "few" for step in ROW_STEPS) + " |",
+        "| layout | heads | " + " | ".join(f"{step} or more" if step else "few" for step in ROW_STEPS) + " |",
         "| --- " * (len(ROW_STEPS) + 2) + "|",
     ]
     choices = tuned.read(path)

@@ -104,6 +104,7 @@ def test_the_command_writes_what_the_table_reads(monkeypatch, tmp_path):
     assert tuned.nearest(choices, "sparse_mla", "bf16_1152", 24, 0) == "fa3"  # nearest, within a factor of two
     assert tuned.nearest(choices, "sparse_mla", "bf16_1152", 64, 0) is None
     assert tuned.nearest(choices, "sparse_mla", "bf16_1152", 128, 16) == "triton"
+    assert tuned.nearest(choices, "sparse_mla", "bf16_1152", 128, 64) == "triton"  # the last step that was measured
     assert tuned.nearest(choices, "sparse_mla", "fp8_656", 16, 0) is None
     assert json.loads(path.read_text())["run"]["ended"] == "complete"
 

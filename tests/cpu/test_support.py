@@ -225,6 +225,34 @@ def test_kernels_in_cuda_cpp_want_a_compiler(monkeypatch):
     for cached in (support_row.unusable, support._choose, support._measured):
         cached.cache_clear()
     choice = support.choose("sparse_mla", **features)
+    assert support_row.unusable("cuda.core") is not None
     assert choice.name == "triton" and "finds no NVRTC to compile with: libnvrtc" in choice.rejected["cuda"]
     for cached in (support_row.unusable, support._choose, support._measured):
         cached.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("archs", "driver", "why"),
+    [
+        ([80, 90, 100], 13000, None),
+        ([80, 90], 13010, None),
+        ([75, 80, 89], 13000, "has an NVRTC (13) that does not know SM 9.0"),
+        ([80, 90], 12080, "has an NVRTC (13) that is newer than the driver (CUDA 12.8)"),
+    ],
+)
+def test_nvrtc_has_to_fit_the_gpu_and_its_driver(monkeypatch, archs, driver, why):
+    good = types.SimpleNamespace(name="NVRTC_SUCCESS")
+    nvrtc = types.SimpleNamespace(
+        nvrtcResult=types.SimpleNamespace(NVRTC_SUCCESS=good),
+        nvrtcVersion=lambda: (good, 13, 0),
+        nvrtcGetSupportedArchs=lambda: (good, archs),
+    )
+    modules = {
+        "cuda.bindings.nvrtc": nvrtc,
+        "cuda.bindings.driver": types.SimpleNamespace(cuDriverGetVersion=lambda: (0, driver)),
+    }
+    monkeypatch.setattr(support_row, "importlib", types.SimpleNamespace(import_module=modules.__getitem__))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    assert support_row._why_nvrtc_cannot_serve() == why

@@ -12,6 +12,7 @@ import torch
 
 from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
 from sglang_dsa_plugin.kernels.triton import index_tables
+from sglang_dsa_plugin.support_row import unusable
 
 from . import program, select, sparse_mla, tables
 
@@ -38,7 +39,11 @@ def server_forms(gpu: index_tables.Gpu, columns: int, layout: str | None) -> lis
 
 
 def prepare(device: torch.device, columns: int, layout: str | None) -> int:
-    """Load those forms on a CUDA device; returns how many. Raises RuntimeError with the compiler's log."""
+    """Load those forms on a CUDA device; returns how many, none where there is nothing to compile them with and the
+    support table takes other kernels. Raises RuntimeError with the compiler's log.
+    """
+    if unusable("cuda.core") is not None:
+        return 0
     index = device.index if device.index is not None else torch.cuda.current_device()
     where = torch.device("cuda", index)
     forms = server_forms(index_tables.gpu_of(where), columns, layout)

@@ -15,10 +15,13 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib
+import importlib.metadata
 import io
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,8 @@ _STANDARD = "c++17"
 _SHARED_UNASKED = 48 * 1024  # a kernel may have as much shared memory without asking
 _CLUSTER_UNASKED = 8
 _LEGACY_STREAM = 1  # CUDA's name for the stream that torch calls 0
+_DIGEST = hashlib.sha256().digest_size
+_IMPORTING = threading.Lock()
 
 Defines = Mapping[str, int | str]
 Size = int | tuple[int, ...]
@@ -92,8 +97,7 @@ class Kernel:
         numbers as ctypes or numpy scalars of the parameter's type. pdl: may start before the kernel ahead of it in the
         stream is done; it has to wait for that one itself (griddepcontrol.wait).
         """
-        from cuda.core import launch
-
+        launch = _cuda_core().launch
         config = self._configs.get((grid, block, cluster, pdl))
         if config is None:
             config = self._new_config(grid, block, cluster, pdl)
@@ -119,8 +123,6 @@ class Kernel:
         return found
 
     def _new_config(self, grid: Size, block: Size, cluster: int, pdl: bool) -> Any:
-        from cuda.core import LaunchConfig
-
         options: dict[str, Any] = {"grid": grid, "block": block, "shmem_size": self._shared_bytes}
         if cluster > 1:
             options["cluster"] = cluster
@@ -129,18 +131,16 @@ class Kernel:
         if pdl:
             options["programmatic_stream_serialization"] = True
         with torch.cuda.device(self._index):
-            config = LaunchConfig(**options)
+            config = _cuda_core().LaunchConfig(**options)
         if len(self._configs) >= 1024:
             self._configs.clear()
         self._configs[grid, block, cluster, pdl] = config
         return config
 
     def _new_stream(self, address: int) -> Any:
-        from cuda.core import Stream
-
         if len(self._streams) >= 64:
             self._streams.clear()
-        stream = self._streams[address] = Stream.from_handle(address or _LEGACY_STREAM)
+        stream = self._streams[address] = _cuda_core().Stream.from_handle(address or _LEGACY_STREAM)
         return stream
 
     def _allow(self, attribute: str, value: int) -> None:
@@ -162,28 +162,46 @@ def _kernel(source: str, name: str, index: int, defines: tuple[tuple[str, str], 
 
 @functools.cache
 def _module(source: str, index: int, defines: tuple[tuple[str, str], ...]) -> Any:
-    from cuda.core import Device, ObjectCode
-
     major, minor = torch.cuda.get_device_capability(index)
     torch.zeros(1, device=f"cuda:{index}")  # torch's context, if it has none yet
-    Device(index).set_current()
-    return ObjectCode.from_cubin(_cubin(source, arch_of(10 * major + minor), defines), name=source)
+    _cuda_core().Device(index).set_current()
+    return _cuda_core().ObjectCode.from_cubin(_cubin(source, arch_of(10 * major + minor), defines), name=source)
 
 
 def _cubin(source: str, arch: str, defines: tuple[tuple[str, str], ...]) -> bytes:
-    """From the cache folder, or compiled and put there."""
+    """From the cache folder, or compiled and put there. A file begins with the digest of the rest: one that was cut
+    short is made again.
+    """
     what = (_text(source), arch, defines, _STANDARD, _compiler())
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang_dsa_plugin" / "cubins"
-    path = folder / f"{Path(source).stem}-{arch}-{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}.cubin"
+    path = _cache_folder()
+    if path is None:
+        return _compile(source, arch, defines)
+    path /= f"{Path(source).stem}-{arch}-{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}.cubin"
     with contextlib.suppress(OSError):
-        return path.read_bytes()
+        kept = path.read_bytes()
+        if kept[:_DIGEST] == hashlib.sha256(kept[_DIGEST:]).digest():
+            return kept[_DIGEST:]
     cubin = _compile(source, arch, defines)
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-            file.write(cubin)
-        os.replace(file.name, path)  # whole or not at all, whoever else writes it
+    written = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            written = file.name
+            file.write(hashlib.sha256(cubin).digest() + cubin)
+        os.replace(written, path)  # whole or not at all, whoever else writes it
+    except OSError:
+        if written is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(written)
     return cubin
+
+
+def _cache_folder() -> Path | None:
+    """The user's, or None where there is none."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang_dsa_plugin" / "cubins"
+    except RuntimeError:
+        return None
 
 
 def _compile(
@@ -193,9 +211,8 @@ def _compile(
     log: io.StringIO | None = None,
     ptxas: tuple[str, ...] = (),
 ) -> bytes:
-    from cuda.core import Program, ProgramOptions
-
-    options = ProgramOptions(
+    core = _cuda_core()
+    options = core.ProgramOptions(
         name=source,
         arch=arch,
         std=_STANDARD,
@@ -203,7 +220,7 @@ def _compile(
         ptxas_options=list(ptxas) or None,
     )
     try:
-        return bytes(Program(_text(source), "c++", options).compile("cubin", logs=log).code)
+        return bytes(core.Program(_text(source), "c++", options).compile("cubin", logs=log).code)
     except Exception as error:
         raise RuntimeError(f"{source} does not compile for {arch}: {error}") from error
 
@@ -214,13 +231,23 @@ def _text(source: str) -> str:
 
 
 @functools.cache
-def _compiler() -> tuple[int, int]:
+def _compiler() -> tuple[int, int, str, str]:
+    """What else a cubin depends on: NVRTC, as it numbers itself and as it was installed, and cuda.core."""
     from cuda.bindings import nvrtc
 
     error, major, minor = nvrtc.nvrtcVersion()
     if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise RuntimeError(f"nvrtcVersion: {error.name}")
-    return major, minor
+    build = ""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        build = importlib.metadata.version("nvidia-cuda-nvrtc")
+    return major, minor, build, str(_cuda_core().__version__)
+
+
+def _cuda_core() -> Any:
+    """The module. It changes its own contents while it is imported, which a second thread must not see."""
+    with _IMPORTING:
+        return importlib.import_module("cuda.core")
 
 
 def _items(defines: Defines | None) -> tuple[tuple[str, str], ...]:

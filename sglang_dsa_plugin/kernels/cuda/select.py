@@ -10,6 +10,7 @@ import ctypes
 
 import torch
 
+from sglang_dsa_plugin import settings
 from sglang_dsa_plugin.kernels.triton import index_tables
 from sglang_dsa_plugin.kernels.triton import select as triton_select
 from sglang_dsa_plugin.support_row import unusable
@@ -23,6 +24,8 @@ POSITIONS, SLOTS, BOTH = 0, 1, 2  # WRITE of select.cu
 
 def preferred(device: torch.device, rows: int, width: int, k: int, page_size: int = 1) -> bool:
     """Whether the kernel is the faster one for such a selection here, and can run. page_size: of slots, if any."""
+    if settings.forced_impl() == "triton":
+        return False
     gpu = index_tables.gpu_of(device)
     return tables.prefers_select(gpu, rows, width, k, page_size) and unusable("cuda.core") is None
 

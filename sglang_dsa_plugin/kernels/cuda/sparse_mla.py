@@ -15,6 +15,7 @@ import torch
 
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM
 from sglang_dsa_plugin.kernels.cuda import program
+from sglang_dsa_plugin.kernels.triton.sparse_mla import sparse_mla as triton_sparse_mla
 
 # What the sources take for granted, too.
 _HEADS = 16
@@ -81,16 +82,12 @@ def sparse_mla(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.sparse_mla.sparse_mla` for bf16 q and the layouts of FORMS. cluster: 1 to 8 instead of `cluster_of`,
     for measurements.
-
-    Raises ValueError for rows that do not start on 16-byte bounds.
     """
     form = FORMS[layout]
     row_stride = kv_rows.stride(0) * kv_rows.element_size()
     if kv_rows.data_ptr() % 16 or row_stride % 16:
-        raise ValueError(
-            f"sparse_mla: kv_rows must be on 16-byte bounds row by row for impl='cuda' (call .clone()), got a row "
-            f"stride of {row_stride} bytes at address {kv_rows.data_ptr():#x}"
-        )
+        # Copies of 16 bytes need such bounds, which a server's cache has. The Triton kernel takes any rows.
+        return triton_sparse_mla(q, kv_rows, slots, scale, layout, kv_scale, sink, lengths, out, q_rope=q_rope)
     rows, heads, _ = q.shape
     nope = _aligned(q[..., :LATENT_DIM])
     rope = _aligned(q[..., LATENT_DIM:] if q_rope is None else q_rope)
@@ -104,7 +101,9 @@ def sparse_mla(
     if slots.stride(1) != 1:
         slots = slots.contiguous()
     if lengths is not None:
-        lengths = lengths.to(torch.int32).contiguous()
+        # Cut before they are narrowed; the kernel itself cuts what is int32.
+        narrow = lengths if lengths.dtype == torch.int32 else lengths.clamp(0, picks).to(torch.int32)
+        lengths = narrow.contiguous()
     written = result if _writable(result) else torch.empty_like(result, memory_format=torch.contiguous_format)
     items = rows * -(-heads // _HEADS)
     processors = _processors(q.device)

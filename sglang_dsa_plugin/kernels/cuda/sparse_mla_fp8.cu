@@ -298,8 +298,8 @@ __device__ void sums(const Arguments& a, const Shared& s) {
             barrier_wait(s.ready + 8 * hand.stage, hand.parity);
             // The unit is above every scale of the warp's block so far; sums in the old one become sums in the new one.
             const float* scales = s.floats(s.ring + turn.stage * STAGE_BYTES + SCALES_AT) + warp;
-            u32 most = __float_as_uint(fmaxf(scales[4 * lane], scales[4 * lane + 128]));
-            u32 next = max(unit, min(exponent_of(__uint_as_float(__reduce_max_sync(~0u, most))) + 1, 254u));
+            u32 most = __float_as_uint(fmaxf(fabsf(scales[4 * lane]), fabsf(scales[4 * lane + 128])));
+            u32 next = max(unit, min(exponent_of(__uint_as_float(__reduce_max_sync(~0u, most))) + 1, 253u));
             float change = power(unit + 127 > next ? unit + 127 - next : 0);
             float by = power(254 - next);
             unit = next;

@@ -1,5 +1,8 @@
 """CUDA C++ sources compile, without a GPU, for every target they are meant for, within registers and shared memory."""
 
+import subprocess
+import sys
+
 import pytest
 
 pytest.importorskip("cuda.core")
@@ -22,7 +25,8 @@ def test_select(arch, rows):
     _, found = program.compile_only(select.SOURCE, arch, select.defines(shape, select.BOTH, 64))
     takes = found[select.NAME]
     assert takes.registers * shape.threads * shape.blocks <= 65536
-    assert takes.shared <= SHARED and takes.spilled <= 400
+    # 64 registers a thread are what two blocks of 512 leave; on SM 9.0 no form with fewer spills was faster.
+    assert takes.shared <= SHARED and takes.spilled <= (300 if arch == "sm_90a" else 400)
 
 
 @pytest.mark.parametrize("layout", sorted(sparse_mla.FORMS))
@@ -34,7 +38,8 @@ def test_sparse_mla(layout, cluster):
     _, found = program.compile_only(form.source, "sm_90a", form.defines(cluster, **every))
     takes = found[form.name]
     # Registers at the start; the groups then share them out (setmaxnreg).
-    assert takes.registers * 384 <= 65536 and takes.shared == 0 and takes.spilled <= 128
+    # What is spilled (84 at most) belongs to the join at a row's end.
+    assert takes.registers * 384 <= 65536 and takes.shared == 0 and takes.spilled <= 96
 
 
 def test_a_cubin_depends_on_what_its_source_includes(monkeypatch, tmp_path):
@@ -55,7 +60,38 @@ def test_cubins_are_kept_on_disk_where_there_is_a_place(monkeypatch, tmp_path):
     monkeypatch.setattr(program, "_compile", lambda *what: compiled.append(what) or b"cubin")
     for defines in ((), (), (("THREADS", "512"),)):
         assert program._cubin("select.cu", "sm_90a", defines) == b"cubin"
-    assert len(compiled) == 2
-    assert sorted(p.suffix for p in tmp_path.rglob("*") if p.is_file()) == [".cubin", ".cubin"]
+    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(compiled) == 2 and [path.suffix for path in kept] == [".cubin", ".cubin"]
+    for damage in (b"", b"cubin", kept[0].read_bytes()[:-1]):
+        for path in kept:
+            path.write_bytes(damage)
+        before = len(compiled)
+        assert program._cubin("select.cu", "sm_90a", ()) == program._cubin("select.cu", "sm_90a", ()) == b"cubin"
+        assert len(compiled) == before + 1
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
-    assert program._cubin("select.cu", "sm_90a", ()) == b"cubin" and len(compiled) == 3
+    before = len(compiled)
+    assert program._cubin("select.cu", "sm_90a", ()) == b"cubin" and len(compiled) == before + 1
+
+
+def test_a_user_without_a_home_compiles_every_time(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(program.Path, "home", no_home)
+    monkeypatch.setattr(program, "_compile", lambda *what: b"cubin")
+    assert program._cubin("select.cu", "sm_90a", ()) == b"cubin"
+
+
+def test_several_threads_compile_in_a_process_that_has_not_imported_the_compiler():
+    code = """
+from concurrent.futures import ThreadPoolExecutor
+import sys
+from sglang_dsa_plugin.kernels.cuda import program
+assert "cuda.core" not in sys.modules
+kernels = [("cluster.cuh", "sm_90a", (("A", str(i)),)) for i in range(8)]
+with ThreadPoolExecutor(8) as pool:
+    print(len(list(pool.map(lambda what: program._compile(*what), kernels))))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "8", done.stderr

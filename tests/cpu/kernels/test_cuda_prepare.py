@@ -54,3 +54,17 @@ def test_what_does_not_compile_is_an_error_at_once(monkeypatch):
     monkeypatch.setattr(index_tables, "gpu_of", lambda device: H200)
     with pytest.raises(RuntimeError, match=r"select.cu does not compile"):
         prepare.prepare(torch.device("cuda", 0), 8192, None)
+
+
+def test_nothing_is_loaded_where_nothing_can_be_compiled(monkeypatch):
+    monkeypatch.setattr(prepare, "unusable", lambda package: f"{package} finds no NVRTC to compile with")
+    monkeypatch.setattr(index_tables, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(program, "kernel", lambda *_, **__: pytest.fail("compiles"))
+    assert prepare.prepare(torch.device("cuda", 0), 8192, "bf16_1152") == 0
+
+
+def test_whoever_forces_triton_gets_its_selection(monkeypatch):
+    monkeypatch.setattr(index_tables, "gpu_of", lambda device: H200)
+    assert select.preferred(torch.device("cuda", 0), 4, 8192, 2048, 64)
+    monkeypatch.setenv("SGLANG_DSA_PLUGIN_IMPL", "triton")
+    assert not select.preferred(torch.device("cuda", 0), 4, 8192, 2048, 64)
