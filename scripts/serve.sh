@@ -18,6 +18,7 @@ Every other argument goes to SGLang, --config FILE (see configs/) included. With
 30000 if possible. Without a CUDA device these are added unless you give your own value:
   --max-total-tokens 32768     or SGLang would take most of the memory for the KV cache
   --max-running-requests 16    or it would keep tables for 2048 requests
+  --sleep-on-idle              or a waiting server would take most of a core
 USAGE
 }
 

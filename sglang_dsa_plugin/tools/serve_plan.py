@@ -16,6 +16,8 @@ PORT = 30000
 # Added on a machine without CUDA unless the user gives a value. SGLang sizes both for a GPU server: the KV cache to
 # what memory is left, the request tables to at least 2048 requests of the longest context.
 CPU_DEFAULTS = {"--max-total-tokens": "32768", "--max-running-requests": "16"}
+# Likewise, without a value: an idle scheduler otherwise asks for work all the time, which takes most of a core.
+CPU_SWITCHES = ("--sleep-on-idle",)
 
 
 class Failure(Exception):
@@ -98,10 +100,11 @@ def plan_launch(arguments: Sequence[str], *, on_cpu: bool, tiny_model: Path) -> 
         if port != PORT:
             notes.append(f"port {PORT} is taken: using {port}")
     if on_cpu:
-        extra = {flag: value for flag, value in CPU_DEFAULTS.items() if asked(flag) is None}
-        added += [word for pair in extra.items() for word in pair]
+        extra = [[flag, value] for flag, value in CPU_DEFAULTS.items() if asked(flag) is None]
+        extra += [[flag] for flag in CPU_SWITCHES if flag not in arguments and flag not in config]
+        added += [word for words in extra for word in words]
         if extra:
-            notes.append("no CUDA device: " + ", ".join(f"{flag} {value}" for flag, value in extra.items()))
+            notes.append("no CUDA device: " + ", ".join(map(" ".join, extra)))
     return Launch(
         command=[sys.executable, "-m", "sglang.launch_server", *arguments, *added],
         host=host,

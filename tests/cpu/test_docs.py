@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sglang_dsa_plugin import settings
-from sglang_dsa_plugin.tools.serve_plan import CPU_DEFAULTS
+from sglang_dsa_plugin.tools.serve_plan import CPU_DEFAULTS, CPU_SWITCHES
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -57,6 +57,8 @@ def test_cpu_defaults_are_told():
     for text in (README, (ROOT / "scripts" / "serve.sh").read_text()):
         for flag, value in CPU_DEFAULTS.items():
             assert f"{flag} {value}" in text
+        for flag in CPU_SWITCHES:
+            assert flag in text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -143,6 +143,7 @@ def test_without_arguments_everything_needed_is_added():
     assert value_of(words, "--port") == str(launch.port)
     assert value_of(words, "--max-total-tokens") == "32768"
     assert value_of(words, "--max-running-requests") == "16"
+    assert words.count("--sleep-on-idle") == 1
     assert launch.url == f"http://127.0.0.1:{launch.port}"
 
 
@@ -154,9 +155,16 @@ def test_users_values_win_over_the_defaults_of_a_cpu(form):
     assert value_of(words, "--max-running-requests") == "16"
 
 
+def test_a_switch_is_added_once_and_not_against_a_config_file(tmp_path):
+    assert arguments_of(plan("--sleep-on-idle")).count("--sleep-on-idle") == 1
+    config = tmp_path / "server.yaml"
+    config.write_text("sleep-on-idle: false\n")
+    assert "--sleep-on-idle" not in arguments_of(plan("--config", str(config)))
+
+
 def test_a_gpu_gets_no_defaults_of_a_cpu():
     launch = plan("--model", "m", on_cpu=False)
-    assert not [word for word in arguments_of(launch) if word.startswith("--max-")]
+    assert not [word for word in arguments_of(launch) if word.startswith(("--max-", "--sleep-"))]
     assert launch.notes == () or launch.notes[0].startswith(f"port {PORT}")
 
 
