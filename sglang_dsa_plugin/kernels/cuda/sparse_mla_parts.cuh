@@ -6,7 +6,7 @@
 //
 // Compile-time: CLUSTER, STAGES, HAS_LENGTHS, HAS_SINK, SLOTS64 (kernels/cuda/sparse_mla.py).
 
-#include "cluster.cuh"
+#include "warps.cuh"
 
 typedef unsigned short u16;
 
@@ -25,90 +25,6 @@ typedef int slot_t;
 #endif
 
 struct Info { u64 mask; u32 last, none; };
-
-__device__ __forceinline__ float minus_inf() { return __int_as_float(0xff800000); }
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void barrier_init(u32 at, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(u32 at) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 at, u32 parity) {
-    asm volatile(
-        "{\n.reg .pred done;\nagain:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n}" ::"r"(at), "r"(parity) : "memory");
-}
-
-// All threads of one warpgroup; id 1 or 2.
-__device__ __forceinline__ void group_sync(u32 id) {
-    asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
-}
-
-// The address of `at` in the shared memory of the cluster's block `rank`.
-__device__ __forceinline__ u32 in_block(u32 at, u32 rank) {
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-    return there;
-}
-
-__device__ __forceinline__ float load_cluster(u32 at) {
-    float x;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
-    return x;
-}
-
-__device__ __forceinline__ float4 load_cluster4(u32 at) {
-    float4 x;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at) : "memory");
-    return x;
-}
-
-__device__ __forceinline__ void matrices(u32 (&x)[4], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
-}
-
-__device__ __forceinline__ void matrices_turned(u32 (&x)[4], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
-}
-
-__device__ __forceinline__ void product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ float exp2_of(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ float log2_of(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// Two floats as bf16, x in the lower half.
-__device__ __forceinline__ u32 pair(float x, float y) {
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(y), "f"(x));
-    return both;
-}
-
-__device__ __forceinline__ float low_half(u32 both) { return __uint_as_float(both << 16); }
-__device__ __forceinline__ float high_half(u32 both) { return __uint_as_float(both & 0xffff0000u); }
 
 // Addresses in shared memory. The ring has STAGES turns; weights, factors, maxima, ready and taken have two, so that
 // what is written for one tile does not overtake the reading of the one before.
@@ -324,92 +240,4 @@ struct Steps {
     }
 };
 
-// The end of a row in the group of scores: from the maximum and this lane's sum of weights of heads g and g + 8, what
-// turns the sums into the output. The turn of the hand is the row's last.
-__device__ __forceinline__ void end_row(const Arguments& a, const Shared& s, const Item& item, const float (&m)[2],
-                                        const float (&total)[2], u32 hand, u32 parity) {
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32, g = lane / 4, c = lane % 4;
-    float* sums = s.floats(s.maxima) + 64 * hand;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        float sum = lanes_sum(total[h]);
-        if (c == 0) sums[(g + 8 * h) * 4 + warp] = sum;
-    }
-    group_sync(1);
-    barrier_wait(s.taken + 8 * hand, parity);
-    if (warp == 0) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float4 x = *(const float4*)(sums + (g + 8 * h) * 4);
-            float sum = (x.x + x.y) + (x.z + x.w), weight = 1;
-#if CLUSTER > 1
-            s.floats(s.stats)[g + 8 * h] = m[h];
-            s.floats(s.stats)[g + 8 * h + 16] = sum;
-#else
-            // A sum of weights is NaN when a row holds NaN, and must stay so.
-            bool some = m[h] > minus_inf() || sum != sum;
-            float lse = some ? m[h] + log2_of(sum) : minus_inf();
-            weight = some ? 1 / sum : 0.f;
-            int head = item.head0 + g + 8 * h;
-            if (head < a.heads) {
-#if HAS_SINK
-                if (some) weight /= 1 + exp2_of(a.sink[head] * LOG2E - lse);
-#endif
-                if (c == 0) a.lse[item.row * a.heads + head] = lse * LN2;
-            }
-#endif
-            if (c == 0) s.floats(s.factors)[16 * hand + g + 8 * h] = weight;
-        }
-    }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(s.ready + 8 * hand);
-}
-
-#if CLUSTER > 1
-// Joins the blocks of a cluster: what they left in the ring and in stats. They take turns at four columns of a head. The
-// groups of scores and sums.
-__device__ void join(const Arguments& a, const Shared& s, u32 rank) {
-    Item item(a, blockIdx.x / CLUSTER);
-    for (int i = rank * 2 * GROUP + threadIdx.x; i < 16 * 128; i += CLUSTER * 2 * GROUP) {
-        int local = i / 128, head = item.head0 + local, column = i % 128 * 4;
-        float m[CLUSTER], most = minus_inf(), total = 0;
-#pragma unroll
-        for (u32 b = 0; b < CLUSTER; b++) {
-            m[b] = load_cluster(in_block(s.stats + 4 * local, b));
-            most = fmaxf(most, m[b]);
-        }
-        float lift = most == minus_inf() ? 0.f : most;
-        float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll
-        for (u32 b = 0; b < CLUSTER; b++) {
-            float w = exp2_of(m[b] - lift);
-            total += w * load_cluster(in_block(s.stats + 4 * (local + 16), b));
-            float4 x = load_cluster4(in_block(s.ring + 4 * (local * O_PITCH + column), b));
-            sum.x += w * x.x;
-            sum.y += w * x.y;
-            sum.z += w * x.z;
-            sum.w += w * x.w;
-        }
-        bool some = most > minus_inf() || total != total;
-        float lse = some ? lift + log2_of(total) : minus_inf();
-        float weight = some ? 1 / total : 0.f;
-        if (head < a.heads) {
-#if HAS_SINK
-            if (some) weight /= 1 + exp2_of(a.sink[head] * LOG2E - lse);
-#endif
-            if (column == 0) a.lse[item.row * a.heads + head] = lse * LN2;
-            uint2 both = make_uint2(pair(sum.x * weight, sum.y * weight), pair(sum.z * weight, sum.w * weight));
-            *(uint2*)(a.out + item.row * a.out_row + head * a.out_head + column) = both;
-        }
-    }
-}
-#endif
-
-// What every thread of a block does at its end; group: its warpgroup, 2 the one that only copied.
-__device__ __forceinline__ void leave(const Arguments& a, const Shared& s, u32 rank, u32 group) {
-#if CLUSTER > 1
-    cluster_sync();
-    if (group != 2) join(a, s, rank);
-    cluster_sync();  // nobody leaves while its shared memory is read
-#endif
-}
+#include "sparse_mla_end.cuh"

@@ -1,0 +1,92 @@
+// The end of a row in the sparse MLA kernels: from the group of scores to that of sums, and between the blocks of a
+// cluster.
+
+// The end of a row in the group of scores: from the maximum and this lane's sum of weights of heads g and g + 8, what
+// turns the sums into the output. The turn of the hand is the row's last.
+__device__ __forceinline__ void end_row(const Arguments& a, const Shared& s, const Item& item, const float (&m)[2],
+                                        const float (&total)[2], u32 hand, u32 parity) {
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32, g = lane / 4, c = lane % 4;
+    float* sums = s.floats(s.maxima) + 64 * hand;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float sum = lanes_sum(total[h]);
+        if (c == 0) sums[(g + 8 * h) * 4 + warp] = sum;
+    }
+    group_sync(1);
+    barrier_wait(s.taken + 8 * hand, parity);
+    if (warp == 0) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float4 x = *(const float4*)(sums + (g + 8 * h) * 4);
+            float sum = (x.x + x.y) + (x.z + x.w), weight = 1;
+#if CLUSTER > 1
+            s.floats(s.stats)[g + 8 * h] = m[h];
+            s.floats(s.stats)[g + 8 * h + 16] = sum;
+#else
+            // A sum of weights is NaN when a row holds NaN, and must stay so.
+            bool some = m[h] > minus_inf() || sum != sum;
+            float lse = some ? m[h] + log2_of(sum) : minus_inf();
+            weight = some ? 1 / sum : 0.f;
+            int head = item.head0 + g + 8 * h;
+            if (head < a.heads) {
+#if HAS_SINK
+                if (some) weight /= 1 + exp2_of(a.sink[head] * LOG2E - lse);
+#endif
+                if (c == 0) a.lse[item.row * a.heads + head] = lse * LN2;
+            }
+#endif
+            if (c == 0) s.floats(s.factors)[16 * hand + g + 8 * h] = weight;
+        }
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(s.ready + 8 * hand);
+}
+
+#if CLUSTER > 1
+// Joins the blocks of a cluster: what they left in the ring and in stats. They take turns at four columns of a head. The
+// groups of scores and sums.
+__device__ void join(const Arguments& a, const Shared& s, u32 rank) {
+    Item item(a, blockIdx.x / CLUSTER);
+    for (int i = rank * 2 * GROUP + threadIdx.x; i < 16 * 128; i += CLUSTER * 2 * GROUP) {
+        int local = i / 128, head = item.head0 + local, column = i % 128 * 4;
+        float m[CLUSTER], most = minus_inf(), total = 0;
+#pragma unroll
+        for (u32 b = 0; b < CLUSTER; b++) {
+            m[b] = load_cluster(in_block(s.stats + 4 * local, b));
+            most = fmaxf(most, m[b]);
+        }
+        float lift = most == minus_inf() ? 0.f : most;
+        float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (u32 b = 0; b < CLUSTER; b++) {
+            float w = exp2_of(m[b] - lift);
+            total += w * load_cluster(in_block(s.stats + 4 * (local + 16), b));
+            float4 x = load_cluster4(in_block(s.ring + 4 * (local * O_PITCH + column), b));
+            sum.x += w * x.x;
+            sum.y += w * x.y;
+            sum.z += w * x.z;
+            sum.w += w * x.w;
+        }
+        bool some = most > minus_inf() || total != total;
+        float lse = some ? lift + log2_of(total) : minus_inf();
+        float weight = some ? 1 / total : 0.f;
+        if (head < a.heads) {
+#if HAS_SINK
+            if (some) weight /= 1 + exp2_of(a.sink[head] * LOG2E - lse);
+#endif
+            if (column == 0) a.lse[item.row * a.heads + head] = lse * LN2;
+            uint2 both = make_uint2(pair(sum.x * weight, sum.y * weight), pair(sum.z * weight, sum.w * weight));
+            *(uint2*)(a.out + item.row * a.out_row + head * a.out_head + column) = both;
+        }
+    }
+}
+#endif
+
+// What every thread of a block does at its end; group: its warpgroup, 2 the one that only copied.
+__device__ __forceinline__ void leave(const Arguments& a, const Shared& s, u32 rank, u32 group) {
+#if CLUSTER > 1
+    cluster_sync();
+    if (group != 2) join(a, s, rank);
+    cluster_sync();  // nobody leaves while its shared memory is read
+#endif
+}

@@ -1,0 +1,140 @@
+// Packed fp8 rows in registers: decoding, products with f16, and the scores of a tile (sparse_mla_fp8.cu).
+
+__device__ __forceinline__ void product_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Four codes -> two registers of two f16, the first code lowest.
+__device__ __forceinline__ void decode(u32& low, u32& high, u32 codes) {
+    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
+        : "=r"(low), "=r"(high) : "r"(codes));
+}
+
+// Two floats as f16, x in the lower half, and back.
+__device__ __forceinline__ u32 pair_f16(float x, float y) {
+    u32 both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(y), "f"(x));
+    return both;
+}
+
+__device__ __forceinline__ void unpair_f16(float& x, float& y, u32 both) {
+    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
+        : "=f"(x), "=f"(y) : "r"(both));
+}
+
+__device__ __forceinline__ u32 exponent_of(float x) { return __float_as_uint(x) >> 23 & 255; }
+__device__ __forceinline__ float power(u32 exponent) { return __uint_as_float(exponent << 23); }
+
+// A row of queries, as left operands: blocks of 16 columns of the latent part as f16, then four of the rope part as bf16.
+struct Queries {
+    u32 nope[32][4], rope[4][4];
+    float back[2];  // what undoes the powers of two of heads g and g + 8
+
+    __device__ __forceinline__ void load(u32 stage, u32 lane) {
+        u32 g = lane / 4, c = lane % 4;
+        u32 at = stage + lane % 16 * QUERY_BYTES + ((lane / 16 ^ lane % 8) * 16) + 1024;
+#pragma unroll
+        for (int j = 0; j < 4; j++) matrices(rope[j], at ^ j * 32);
+        float up[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float most = 0;
+#pragma unroll
+            for (int k = 0; k < 32; k++) {
+                u32 x[2];
+                quad(x, stage, g + 8 * h, k, c);
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    most = fmaxf(most, fmaxf(fabsf(low_half(x[i])), fabsf(high_half(x[i]))));
+            }
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+            // 2^13 <= most * up < 2^14, but for what is 0, infinite or below 2^-113.
+            u32 exponent = exponent_of(most);
+            exponent = exponent == 0 || exponent == 255 ? 127 : min(267 - exponent, 253u);
+            up[h] = power(exponent);
+            back[h] = power(254 - exponent);
+        }
+#pragma unroll
+        for (int k = 0; k < 32; k++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                u32 x[2];
+                quad(x, stage, g + 8 * h, k, c);
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    nope[k][2 * i + h] = pair_f16(low_half(x[i]) * up[h], high_half(x[i]) * up[h]);
+            }
+    }
+
+    // Columns 16 k + 4 c to + 3 of a head.
+    static __device__ __forceinline__ void quad(u32 (&x)[2], u32 stage, u32 head, int k, u32 c) {
+        u32 at = stage + head * QUERY_BYTES + k / 4 * 128 + (((k % 4 * 2 + c / 2) ^ head % 8) * 16) + c % 2 * 8;
+        asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(at) : "memory");
+    }
+};
+
+// Products of this warp's 16 rows of a tile, in 18 parts: two for each half of a block of 128 columns, two for rope.
+struct Products {
+    float d[2][4];        // finished: the latent part
+    float part[2][2][4];  // of the block at hand and, in turns that do not wait for each other, two sums of it
+    u32 x[2][2][4];       // codes of two halves of a block
+
+    template <int HALF>
+    __device__ __forceinline__ void fetch(u32 nope, u32 rope) {
+        if constexpr (HALF < 8) {
+#pragma unroll
+            for (int n = 0; n < 2; n++) matrices(x[HALF % 2][n], (nope ^ HALF % 2 * 64) + 8 * n * NOPE_BYTES + HALF / 2 * 128);
+        } else if constexpr (HALF < 10) {
+#pragma unroll
+            for (int n = 0; n < 2; n++) matrices(x[HALF % 2][n], (rope ^ HALF % 2 * 64) + 8 * n * 128);
+        }
+    }
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) part[n][0][j] = part[n][1][j] = 0;
+    }
+
+    // What is summed for a block counts in its scales, row by row.
+    __device__ __forceinline__ void add_block(int b, const float* scales, bool first) {
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                float sum = (part[n][0][j] + part[n][1][j]) * scales[32 * n + 4 * (j % 2) + b];
+                d[n][j] = first ? sum : d[n][j] + sum;
+            }
+        clear();
+    }
+
+    template <int PART, bool WITH_STEPS>
+    __device__ __forceinline__ void run(const Queries& q, u32 nope, u32 rope, const float* scales, Steps& steps) {
+        if constexpr (PART < 18) {
+            constexpr int half = PART < 16 ? PART / 2 : PART - 8;
+            if constexpr (PART < 16 ? PART % 2 == 0 : true) fetch<half + 1>(nope, rope);
+            if constexpr (WITH_STEPS) steps.template run_at<PART>();
+#pragma unroll
+            for (int k = 0; k < 2; k++)
+#pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    if constexpr (PART < 16) {
+                        u32 low, high;
+                        decode(low, high, x[half % 2][n][PART % 2 * 2 + k]);
+                        product_f16(part[n][k], q.nope[2 * PART + k], low, high);
+                    } else {
+                        const u32(&y)[4] = x[half % 2][n];
+                        product(part[n][k], q.rope[(PART - 16) * 2 + k], y[2 * k], y[2 * k + 1]);
+                    }
+                }
+            if constexpr (PART % 4 == 3 && PART < 16) add_block(PART / 4, scales, PART == 3);
+            run<PART + 1, WITH_STEPS>(q, nope, rope, scales, steps);
+        }
+    }
+};
