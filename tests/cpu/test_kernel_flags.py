@@ -41,7 +41,7 @@ def serving(sm=90, kv="auto", dtype=BF16, heads=16, index_heads=64, topk=2048, *
     ("sm", "kv", "flags", "prefill", "decode"),
     [
         (90, "bf16", {"prefill": "flashmla_sparse"}, "flash_mla", "triton"),
-        (90, "bf16", {"decode": "flashmla_sparse"}, "triton", "flash_mla"),
+        (90, "bf16", {"decode": "flashmla_sparse"}, "cuda", "flash_mla"),
         (90, "bf16", {"prefill": "flashmla_sparse", "decode": "fa3"}, "flash_mla", "fa3"),
         (90, "bf16", {"prefill": "fa3", "decode": "triton"}, "fa3", "triton"),
         (90, "fp8_e4m3", {"prefill": "flashmla_kv", "decode": "flashmla_kv"}, "flash_mla_kv", "flash_mla_kv"),
