@@ -57,10 +57,9 @@ def finished(
         # 1 / (1 + exp(sink - lse)); a row without picks is 0 in any case.
         result = result.float() * torch.sigmoid(lse - sink).unsqueeze(2)
         result = result.masked_fill(none.unsqueeze(2), 0)
-    out = result.to(dtype).contiguous() if out is None else out.copy_(result)
-    if sink is None:
+    else:
         from sglang_dsa_plugin.kernels.triton.empty_rows import clear_empty_rows
 
         # In the kernel's own tensors: a pass over the output of a prefill would be felt.
-        clear_empty_rows(out, lse, counts)
-    return out, lse
+        clear_empty_rows(result, lse, counts)
+    return result.to(dtype).contiguous() if out is None else out.copy_(result), lse
