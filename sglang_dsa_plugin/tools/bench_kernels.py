@@ -120,14 +120,21 @@ def measure_all(chosen: list[Case], device: dict[str, Any], rounds: int) -> Iter
                 raise LostDevice(message + "with --only") from error
 
 
+def require_gpu(command: str) -> None:
+    """A usage error that says what is needed where there is no CUDA GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter(f"{command} {NO_GPU}")
+
+
 def device_facts(command: str = "bench kernels") -> dict[str, Any]:
-    """Name, capability, L2 and memory of the GPU in use; a usage error that says what is needed where there is none."""
+    """Name, capability, L2 and memory of the GPU in use; raises as `require_gpu` where there is none."""
     import torch
 
     from sglang_dsa_plugin.tools.bench_header import gpu_name
 
-    if not torch.cuda.is_available():
-        raise typer.BadParameter(f"{command} {NO_GPU}")
+    require_gpu(command)
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "name": found.name,

@@ -19,6 +19,7 @@ import typer
 
 from sglang_dsa_plugin.tools import bench_header
 from sglang_dsa_plugin.tools.bench_client import Client, decode_rate
+from sglang_dsa_plugin.tools.bench_kernels import require_gpu
 from sglang_dsa_plugin.tools.make_model import make_model
 from sglang_dsa_plugin.tools.serve import running, stop_with_this_command
 from sglang_dsa_plugin.tools.serve_plan import Failure, Launch, plan_launch
@@ -50,6 +51,8 @@ def bench_server(
     if unknown:
         raise typer.BadParameter(f"--sides {unknown[0]}: use {' and '.join(SIDES)}, comma-separated")
     lengths, together = _numbers("--prompts", prompts), _numbers("--concurrency", concurrency)
+    # On a CPU the model takes 17 GB and minutes an answer, and there is no built-in to compare with.
+    require_gpu("bench server")
     stop_with_this_command()
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="sglang-dsa-bench-") as work:

@@ -54,8 +54,9 @@ def _measured(sm: int) -> str:
     if path is None:
         return ""
     lines = [
-        f"\nSparse attention goes by what was measured ahead of that (`tuned/{path.name}`, with the times; a number of "
-        "heads in between by its nearest neighbour), where the kernel can run:\n",
+        f"\n**For sparse attention on such a GPU this goes ahead of the cells above**, which then hold where it has no "
+        f"entry or its kernel cannot run: what was measured, with the times in `tuned/{path.name}`. A number of heads "
+        "in between goes by its nearest neighbour.\n",
         "| layout | heads | " + " | ".join(f"{step} or more" if step else "few" for step in ROW_STEPS) + " |",
         "| --- " * (len(ROW_STEPS) + 2) + "|",
     ]

@@ -5,6 +5,7 @@ import json
 import types
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from sglang_dsa_plugin import __version__
@@ -33,6 +34,7 @@ def test_server_benchmarks(monkeypatch, tmp_path, bench, name, figures):
         "stop_with_this_command": lambda: None,
         "make_model": lambda *_args, **_kwargs: None,
         "make_shape": lambda *_: None,
+        "require_gpu": lambda command: None,
     }
     for one, fake in fakes.items():
         monkeypatch.setattr(bench, one, fake, raising=False)
@@ -53,3 +55,9 @@ def check(record):
     assert record["command"].split()[0] == "sglang-dsa" and record["device"]
     assert record["versions"]["sglang-dsa-plugin"] == __version__
     assert record["versions"].keys() > set(bench_header.PACKAGES)
+
+
+def test_the_server_benchmark_says_that_it_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(app, ["bench", "server"])
+    assert result.exit_code == 2 and "bench server" in result.output and "CUDA GPU" in result.output
