@@ -12,14 +12,13 @@ import torch
 from sglang_dsa_plugin.kernels.cuda import sparse_mla as kernels
 from sglang_dsa_plugin.ops import quant, sparse_mla
 from tests.cpu.ops.bounds import assert_attention
+from tests.gpu.test_sparse_mla_triton import SCALE, N, generator, picks, queries, reference
 
 pytestmark = pytest.mark.gpu
 
-SCALE = 192**-0.5
 LAYOUTS = list(kernels.FORMS)
 CLUSTERS = [None, 1, 2, 3, 8]
 ALL_CLUSTERS = [None, *range(1, kernels.MOST_BLOCKS + 1)]
-N = 20000
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,41 +27,11 @@ def hopper():
         pytest.skip("built for SM 9.0")
 
 
-def generator(seed=0):
-    return torch.Generator("cuda").manual_seed(seed)
-
-
 @pytest.fixture(scope="module")
 def caches():
     g = generator()
     latent, rope = torch.randn(N, 512, device="cuda", generator=g), torch.randn(N, 64, device="cuda", generator=g)
     return {name: quant.quantize_latent(latent, rope, name, impl="torch") for name in LAYOUTS}
-
-
-def queries(rows, heads, seed=1):
-    return torch.randn(rows, heads, 576, device="cuda", generator=generator(seed)).bfloat16()
-
-
-def picks(rows, k, seed=2, count=N):
-    return torch.randint(0, count, (rows, k), device="cuda", generator=generator(seed), dtype=torch.int32)
-
-
-def reference(q, kv, slots, layout, sink=None, lengths=None):
-    """fp64 on the GPU, row by row, on the dequantised rows."""
-    out, lse = [], []
-    for r in range(q.shape[0]):
-        mine = slots[r] if lengths is None else slots[r, : lengths[r]]
-        mine = mine[(mine >= 0) & (mine < kv.shape[0])].long()
-        rows = kv.view(torch.uint8)[mine].view(kv.dtype)
-        values = quant.dequantize_latent(rows, layout, impl="torch").double()
-        scores = SCALE * (q[r].double() @ values.T)
-        total = torch.logsumexp(scores, dim=1)
-        mean = torch.softmax(scores, dim=1) @ values[:, :512]
-        if sink is not None and len(mine):
-            mean = mean / (1 + torch.exp(sink.double() - total))[:, None]
-        out.append(mean if len(mine) else torch.zeros_like(mean))
-        lse.append(total)
-    return torch.stack(out), torch.stack(lse)
 
 
 def run(q, kv, slots, layout, sink=None, lengths=None, cluster=None, **more):

@@ -17,12 +17,13 @@
 //
 #define ROW_BYTES 1152
 #define STAGE_BYTES (TILE * ROW_BYTES)
+#define WARP_BYTES (16 * ROW_BYTES)
+#define SCORES_REGISTERS 240
+#define SUMS_REGISTERS 152
 #define AHEAD 3                            // steps of 32 columns that are fetched ahead of their products
 
 #define P_PITCH 144                        // bytes of a head's weights, and 16 that keep banks apart
 #define P_BYTES (16 * P_PITCH)             // of the high parts, before the low ones
-
-__device__ __forceinline__ void store_weights(unsigned int weights, unsigned int head, unsigned int row, float p0, float p1);
 
 #include "sparse_mla_parts.cuh"
 
@@ -34,47 +35,16 @@ __device__ __forceinline__ void store_weights(u32 weights, u32 head, u32 row, fl
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(to + P_BYTES), "r"(low) : "memory");
 }
 
-// The copying group. A warp copies 16 of the 64 rows of a tile, eight lanes 128 consecutive bytes of a row.
-__device__ void copies(const Arguments& a, const Shared& s, u32 rank) {
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32;
-    u32 piece = lane % 8 * 16, own = lane / 8;
-    Info* info = s.infos();
-    Turn<STAGES> turn = {0, 1};
-    for (int i = blockIdx.x / CLUSTER; i < a.items; i += gridDim.x / CLUSTER) {
-        Item item(a, i);
-        Picks picks(a, item, rank, warp, lane);
-        u32 full = s.full + 8 * turn.stage;
-        barrier_wait(s.empty + 8 * turn.stage, turn.parity);
-        copy_queries(a, item, s.ring + turn.stage * STAGE_BYTES, warp, lane);
-        arrive_when_copied(full);
-        if (lane == 0) barrier_arrive(full);
-        turn.next();
-        for (int t = 0; t < picks.tiles; t++) {
-            int slot = picks.next(a);
-            u32 mask = __ballot_sync(~0u, slot >= 0) & 0xffff;
-            u32 to = s.ring + turn.stage * STAGE_BYTES + 16 * warp * ROW_BYTES;
-            full = s.full + 8 * turn.stage;
-            barrier_wait(s.empty + 8 * turn.stage, turn.parity);
-            // What is masked has weight 0, and 0 times what lies there must be 0: it becomes zeros.
+__device__ __forceinline__ void copy_tile(const Arguments& a, u32 to, int slot, const Copier& me) {
 #pragma unroll
-            for (int r = 0; r < 4; r++) {
-                u32 local = 4 * r + own;
-                int from_slot = __shfl_sync(~0u, slot, local);
-                const char* from = a.rows + max(from_slot, 0) * a.kv_stride + piece;
-                u32 there = to + local * ROW_BYTES + (piece ^ local % 8 * 16);
+    for (int r = 0; r < 4; r++) {
+        u32 local = 4 * r + me.own;
+        int from_slot = __shfl_sync(~0u, slot, local);
+        const char* from = a.rows + max(from_slot, 0) * a.kv_stride + me.piece;
+        u32 there = to + local * ROW_BYTES + (me.piece ^ local % 8 * 16);
 #pragma unroll
-                for (int j = 0; j < 9; j++) copy16(there + 128 * j, from + 128 * j, from_slot >= 0);
-            }
-            if (lane == 0) {
-                ((u16*)&info[turn.stage].mask)[warp] = mask;
-                if (warp == 0) info[turn.stage].last = t == picks.tiles - 1;
-                barrier_arrive(full);
-            }
-            arrive_when_copied(full);
-            turn.next();
-        }
+        for (int j = 0; j < 9; j++) copy16(there + 128 * j, from + 128 * j, from_slot >= 0);
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 // q . rows^T for this warp's 16 rows of a tile, columns 32 I to the end; fetched[]: what is already in registers.
@@ -283,26 +253,5 @@ sparse_mla_bf16(const u16* q, const u16* q_rope, const char* rows, const slot_t*
     extern __shared__ __align__(128) char memory[];
     Arguments a = {q, q_rope, rows, slots, lengths, sink, out, lse, q_row, q_head, rope_row, rope_head, kv_stride,
                    slots_row, out_row, out_head, count, heads, picks, items, scale_log2};
-    Shared s(memory);
-    u32 rank = 0;
-#if CLUSTER > 1
-    rank = cluster_rank();
-#endif
-    if (threadIdx.x == 0) s.init();
-    __syncthreads();
-    // 168 registers a thread at the start; what copying does not need, the queries in registers do.
-    u32 group = threadIdx.x / GROUP;
-    if (group == 2) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-        copies(a, s, rank);
-        leave(a, s, rank, 2);
-    } else if (group == 1) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 152;");
-        sums(a, s);
-        leave(a, s, rank, 1);
-    } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        scores(a, s);
-        leave(a, s, rank, 0);
-    }
+    run_block(a, memory);
 }

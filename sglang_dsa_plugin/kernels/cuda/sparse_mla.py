@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 
@@ -15,6 +14,7 @@ import torch
 
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM
 from sglang_dsa_plugin.kernels.cuda import program
+from sglang_dsa_plugin.kernels.triton import index_tables
 from sglang_dsa_plugin.kernels.triton.sparse_mla import sparse_mla as triton_sparse_mla
 
 # What the sources take for granted, too.
@@ -106,7 +106,7 @@ def sparse_mla(
         lengths = narrow.contiguous()
     written = result if _writable(result) else torch.empty_like(result, memory_format=torch.contiguous_format)
     items = rows * -(-heads // _HEADS)
-    processors = _processors(q.device)
+    processors = index_tables.gpu_of(q.device).processors
 
     def kernel(blocks: int) -> program.Kernel:
         wide = slots.dtype == torch.int64
@@ -159,8 +159,3 @@ def _aligned(q: torch.Tensor) -> torch.Tensor:
 def _writable(out: torch.Tensor) -> bool:
     """Whether the kernel's stores of 8 bytes fit."""
     return out.stride(2) == 1 and out.stride(0) % 4 == 0 and out.stride(1) % 4 == 0 and out.data_ptr() % 8 == 0
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,5 +1,5 @@
 // The end of a row in the sparse MLA kernels: from the group of scores to that of sums, and between the blocks of a
-// cluster.
+// cluster; and how a block's threads part into groups.
 
 // The end of a row in the group of scores: from the maximum and this lane's sum of weights of heads g and g + 8, what
 // turns the sums into the output. The turn of the hand is the row's last.
@@ -89,4 +89,30 @@ __device__ __forceinline__ void leave(const Arguments& a, const Shared& s, u32 r
     if (group != 2) join(a, s, rank);
     cluster_sync();  // nobody leaves while its shared memory is read
 #endif
+}
+
+// What a kernel is but for its arguments.
+__device__ __forceinline__ void run_block(const Arguments& a, char* memory) {
+    Shared s(memory);
+    u32 rank = 0;
+#if CLUSTER > 1
+    rank = cluster_rank();
+#endif
+    if (threadIdx.x == 0) s.init();
+    __syncthreads();
+    // 168 registers a thread at the start; what copying does not need, the queries in registers do.
+    u32 group = threadIdx.x / GROUP;
+    if (group == 2) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        copies(a, s, rank);
+        leave(a, s, rank, 2);
+    } else if (group == 1) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(SUMS_REGISTERS));
+        sums(a, s);
+        leave(a, s, rank, 1);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(SCORES_REGISTERS));
+        scores(a, s);
+        leave(a, s, rank, 0);
+    }
 }

@@ -14,11 +14,12 @@
 #define ROPE_AT (TILE * NOPE_BYTES)                // in a stage: latent parts, rope parts, scales
 #define SCALES_AT (ROPE_AT + TILE * 128)
 #define STAGE_BYTES (SCALES_AT + TILE * 16)
+#define WARP_BYTES 0                               // a warp's rows lie in three places
+#define SCORES_REGISTERS 248
+#define SUMS_REGISTERS 160
 #define WEIGHT_BITS 10                             // weights are up to 2^10 in f16
 
 #define P_PITCH 72                                 // floats of a head's weights, and 8 that keep banks apart
-
-__device__ __forceinline__ void store_weights(unsigned int weights, unsigned int head, unsigned int row, float p0, float p1);
 
 #include "sparse_mla_parts.cuh"
 
@@ -29,50 +30,19 @@ __device__ __forceinline__ void store_weights(u32 weights, u32 head, u32 row, fl
 
 #include "sparse_mla_fp8_scores.cuh"
 
-// The copying group. A warp copies 16 of the 64 rows of a tile, eight lanes 128 consecutive bytes of a row.
-__device__ void copies(const Arguments& a, const Shared& s, u32 rank) {
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32;
-    u32 piece = lane % 8 * 16, own = lane / 8;
-    Info* info = s.infos();
-    Turn<STAGES> turn = {0, 1};
-    for (int i = blockIdx.x / CLUSTER; i < a.items; i += gridDim.x / CLUSTER) {
-        Item item(a, i);
-        Picks picks(a, item, rank, warp, lane);
-        u32 full = s.full + 8 * turn.stage;
-        barrier_wait(s.empty + 8 * turn.stage, turn.parity);
-        copy_queries(a, item, s.ring + turn.stage * STAGE_BYTES, warp, lane);
-        arrive_when_copied(full);
-        if (lane == 0) barrier_arrive(full);
-        turn.next();
-        for (int t = 0; t < picks.tiles; t++) {
-            int slot = picks.next(a);
-            u32 mask = __ballot_sync(~0u, slot >= 0) & 0xffff;
-            u32 to = s.ring + turn.stage * STAGE_BYTES;
-            full = s.full + 8 * turn.stage;
-            barrier_wait(s.empty + 8 * turn.stage, turn.parity);
-            // What is masked has weight 0, and 0 times what lies there must be 0: it becomes zeros.
+__device__ __forceinline__ void copy_tile(const Arguments& a, u32 to, int slot, const Copier& me) {
 #pragma unroll
-            for (int r = 0; r < 4; r++) {
-                u32 local = 16 * warp + 4 * r + own, swapped = piece ^ local % 8 * 16;
-                int from_slot = __shfl_sync(~0u, slot, 4 * r + own);
-                bool real = from_slot >= 0;
-                const char* from = a.rows + max(from_slot, 0) * a.kv_stride;
+    for (int r = 0; r < 4; r++) {
+        u32 local = 16 * me.warp + 4 * r + me.own, swapped = me.piece ^ local % 8 * 16;
+        int from_slot = __shfl_sync(~0u, slot, 4 * r + me.own);
+        bool real = from_slot >= 0;
+        const char* from = a.rows + max(from_slot, 0) * a.kv_stride;
 #pragma unroll
-                for (int j = 0; j < 4; j++)
-                    copy16(to + local * NOPE_BYTES + swapped + 128 * j, from + piece + 128 * j, real);
-                copy16(to + ROPE_AT + local * 128 + swapped, from + piece + 528, real);
-                if (lane % 8 == 0) copy16(to + SCALES_AT + local * 16, from + 512, real);
-            }
-            if (lane == 0) {
-                ((u16*)&info[turn.stage].mask)[warp] = mask;
-                if (warp == 0) info[turn.stage].last = t == picks.tiles - 1;
-                barrier_arrive(full);
-            }
-            arrive_when_copied(full);
-            turn.next();
-        }
+        for (int j = 0; j < 4; j++)
+            copy16(to + local * NOPE_BYTES + swapped + 128 * j, from + me.piece + 128 * j, real);
+        copy16(to + ROPE_AT + local * 128 + swapped, from + me.piece + 528, real);
+        if (me.piece == 0) copy16(to + SCALES_AT + local * 16, from + 512, real);
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 // The group of scores. The weights of a tile are made while the products of the next one run. The last turn of an item
@@ -263,26 +233,5 @@ sparse_mla_fp8(const u16* q, const u16* q_rope, const char* rows, const slot_t* 
     extern __shared__ __align__(128) char memory[];
     Arguments a = {q, q_rope, rows, slots, lengths, sink, out, lse, q_row, q_head, rope_row, rope_head, kv_stride,
                    slots_row, out_row, out_head, count, heads, picks, items, scale_log2};
-    Shared s(memory);
-    u32 rank = 0;
-#if CLUSTER > 1
-    rank = cluster_rank();
-#endif
-    if (threadIdx.x == 0) s.init();
-    __syncthreads();
-    // 168 registers a thread at the start; what copying does not need, the queries in registers do.
-    u32 group = threadIdx.x / GROUP;
-    if (group == 2) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-        copies(a, s, rank);
-        leave(a, s, rank, 2);
-    } else if (group == 1) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 160;");
-        sums(a, s);
-        leave(a, s, rank, 1);
-    } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 248;");
-        scores(a, s);
-        leave(a, s, rank, 0);
-    }
+    run_block(a, memory);
 }

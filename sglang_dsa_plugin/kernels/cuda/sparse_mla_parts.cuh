@@ -1,8 +1,11 @@
 // What the sparse MLA kernels for Hopper share (sparse_mla.cu, sparse_mla_fp8.cu): synchronisation and matrix instructions,
 // the ring of tiles, and what happens to the sums at a row's end. The including file defines
 //
-//   STAGE_BYTES     of a tile in the ring
-//   store_weights   how two of a tile's weights are left for the group of sums
+//   STAGE_BYTES                         of a tile in the ring
+//   WARP_BYTES                          from one copying warp's rows to the next's, where copy_tile begins
+//   SCORES_REGISTERS, SUMS_REGISTERS    of a thread of those groups
+//
+// and the functions that are declared below the structures.
 //
 // Compile-time: CLUSTER, STAGES, HAS_LENGTHS, HAS_SINK, SLOTS64 (kernels/cuda/sparse_mla.py).
 
@@ -79,6 +82,24 @@ struct Arguments {
     int count, heads, picks, items;
     float scale_log2;
 };
+
+// A thread of the copying group. A warp copies 16 of the 64 rows of a tile, eight lanes 128 consecutive bytes of a row.
+struct Copier {
+    u32 lane, warp, piece, own;  // piece: its 16 of the 128 bytes; own: its row of four
+    __device__ __forceinline__ Copier() {
+        lane = threadIdx.x % 32;
+        warp = threadIdx.x % GROUP / 32;
+        piece = lane % 8 * 16;
+        own = lane / 8;
+    }
+};
+
+// What the including file adds: a copier's part of a tile of picked rows (slot: its lane's, or -1), how two of a tile's
+// weights are left for the group of sums, and those two groups.
+__device__ __forceinline__ void copy_tile(const Arguments& a, u32 to, int slot, const Copier& me);
+__device__ __forceinline__ void store_weights(u32 weights, u32 head, u32 row, float p0, float p1);
+__device__ void scores(const Arguments& a, const Shared& s);
+__device__ void sums(const Arguments& a, const Shared& s);
 
 // A ring position: stage and the parity of its next completed phase.
 template <u32 N>
@@ -239,5 +260,40 @@ struct Steps {
         if constexpr (I < 8) run_all<I + 1>();
     }
 };
+
+// The copying group.
+__device__ void copies(const Arguments& a, const Shared& s, u32 rank) {
+    const Copier me;
+    u32 lane = me.lane, warp = me.warp;
+    Info* info = s.infos();
+    Turn<STAGES> turn = {0, 1};
+    for (int i = blockIdx.x / CLUSTER; i < a.items; i += gridDim.x / CLUSTER) {
+        Item item(a, i);
+        Picks picks(a, item, rank, warp, lane);
+        u32 full = s.full + 8 * turn.stage;
+        barrier_wait(s.empty + 8 * turn.stage, turn.parity);
+        copy_queries(a, item, s.ring + turn.stage * STAGE_BYTES, warp, lane);
+        arrive_when_copied(full);
+        if (lane == 0) barrier_arrive(full);
+        turn.next();
+        for (int t = 0; t < picks.tiles; t++) {
+            int slot = picks.next(a);
+            u32 mask = __ballot_sync(~0u, slot >= 0) & 0xffff;
+            u32 to = s.ring + turn.stage * STAGE_BYTES + WARP_BYTES * warp;
+            full = s.full + 8 * turn.stage;
+            barrier_wait(s.empty + 8 * turn.stage, turn.parity);
+            // What is masked has weight 0, and 0 times what lies there must be 0: it becomes zeros.
+            copy_tile(a, to, slot, me);
+            if (lane == 0) {
+                ((u16*)&info[turn.stage].mask)[warp] = mask;
+                if (warp == 0) info[turn.stage].last = t == picks.tiles - 1;
+                barrier_arrive(full);
+            }
+            arrive_when_copied(full);
+            turn.next();
+        }
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
 
 #include "sparse_mla_end.cuh"
