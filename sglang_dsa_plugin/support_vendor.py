@@ -30,8 +30,8 @@ MEASURED: dict[tuple[str, str], Where] = {
     ("sparse_mla", "flash_mla_kv"): Where(sm=_HOPPER, heads=_MANY_HEADS, min_rows=SOME_ROWS),
     ("dense_mha", "fa3"): Where(sm=_HOPPER),
     # H200, 64 heads, T = 4096, S = 128K, 2026-11-30: scores and selection 12457 us ours, 10710 with scores by DeepGEMM.
-    # Scores alone stay ours: in the form that the operator promises theirs take 2881, ours 2633. Rows of a paged call
-    # are those of a request on average: with fewer, gathering the keys costs what scoring gains.
+    # Rows of a paged call are those of a request on average: with fewer, gathering the keys costs what scoring gains.
+    ("index_scores_ragged", "deep_gemm"): _MANY_INDEX_ROWS,
     ("index_select_ragged", "deep_gemm"): _MANY_INDEX_ROWS,
     ("index_select_paged", "deep_gemm"): _MANY_INDEX_ROWS,
 }

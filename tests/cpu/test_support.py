@@ -47,8 +47,7 @@ def test_deep_gemm_scores_prefill_where_it_was_measured():
         asked = {"sm": 90, "heads": 64, "k": 2048, "dtype": torch.float8_e4m3fn, "rows": 256, "packages": "all"}
         return support.choose(operator, device="cuda", **(asked | other)).name
 
-    assert chosen() == chosen("index_select_ragged") == "deep_gemm"
-    assert chosen("index_scores_ragged") == "triton"
+    assert chosen() == chosen("index_select_ragged") == chosen("index_scores_ragged") == "deep_gemm"
     for other in ({"rows": 255}, {"heads": 32}, {"sm": 100}, {"dtype": torch.bfloat16}, {"packages": "none"}):
         assert chosen(**other) == chosen("index_select_ragged", **other) == "triton", other
     assert chosen("index_scores_paged") == "triton"

@@ -7,6 +7,13 @@ __device__ __forceinline__ u32 cluster_rank() { u32 r; asm("mov.u32 %0, %%cluste
 
 __device__ __forceinline__ u32 cluster_id() { u32 r; asm("mov.u32 %0, %%clusterid.x;" : "=r"(r)); return r; }
 
+// Programmatic dependent launch, as in kernels/triton/pdl.py. Behind the wait the kernels ahead are done and their writes
+// seen; every thread, before it touches what another kernel may write or read.
+__device__ __forceinline__ void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// From here on the next kernel may take its place, once all blocks have come here or ended.
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // All threads of all blocks of the cluster; what they wrote before can be read by all after.
 __device__ __forceinline__ void cluster_sync() {
     __syncwarp();

@@ -95,7 +95,7 @@ class Kernel:
 
         grid: in clusters, where `cluster` (blocks of one, along x) is above 1, else in blocks. args: addresses as int,
         numbers as ctypes or numpy scalars of the parameter's type. pdl: may start before the kernel ahead of it in the
-        stream is done; it has to wait for that one itself (griddepcontrol.wait).
+        stream is done; it has to wait for that one itself (wait_for_earlier of cluster.cuh).
         """
         launch = _cuda_core().launch
         config = self._configs.get((grid, block, cluster, pdl))

@@ -21,6 +21,8 @@
 #include "select_parts.cuh"
 #include "select_bins.cuh"
 
+#define FEW_BLOCKS 32  // beside which those of a next kernel find as much room as they want
+
 // Picks are the scores above `edge` and the first `room` equal to it. next, equals: of either, how many come before
 // this block's. init: picks before the first.
 __device__ __noinline__ void write_with_ties(Shared& sh, Stretch r, Target to, int edge, int room, int next, int equals,
@@ -73,6 +75,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_rows(
     const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
     const int rank = cluster_rank();
     const long long row = cluster_id();
+    for (int i = thread; i < 2 * BINS / 4; i += THREADS) ((int4*)sh.fine)[i] = make_int4(0, 0, 0, 0);
+    if (thread == 0) sh.count = 0;
+    wait_for_earlier();
 
     const float* line = scores + row * stride;
     int length = load_int(lengths, row, wide & 1);
@@ -82,6 +87,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_rows(
         length = min(length, width - start);
     }
     length = max(min(length, width), 0);
+
+    if (length <= k || gridDim.x <= FEW_BLOCKS) let_next_start();
 
     Target to;
     to.out = out + row * k;
@@ -133,8 +140,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_rows(
         for (int i = thread; i <= last - to.first_page; i += THREADS)
             sh.pages[i] = load_int(table, table_row + to.first_page + i, wide & 4);
     }
-    for (int i = thread; i < 2 * BINS / 4; i += THREADS) ((int4*)sh.fine)[i] = make_int4(0, 0, 0, 0);
-    if (thread == 0) sh.count = 0;
 
     // The map: from the lowest of the groups' best, so that few scores but more than `want` lie above it, to the best.
     int best = INT_MIN, worst = INT_MAX;

@@ -162,6 +162,7 @@ def select_rows(
             number(wide),
         ),
         cluster=shape.cluster,
+        pdl=True,
     )
     return out
 

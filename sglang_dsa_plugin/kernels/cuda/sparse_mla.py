@@ -144,6 +144,7 @@ def sparse_mla(
             ctypes.c_float(scale * _LOG2E),
         ),
         cluster=cluster,
+        pdl=True,
     )
     if written is not result:
         result.copy_(written)

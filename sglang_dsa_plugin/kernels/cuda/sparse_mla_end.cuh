@@ -99,6 +99,7 @@ __device__ __forceinline__ void run_block(const Arguments& a, char* memory) {
     rank = cluster_rank();
 #endif
     if (threadIdx.x == 0) s.init();
+    wait_for_earlier();
     __syncthreads();
     // 168 registers a thread at the start; what copying does not need, the queries in registers do.
     u32 group = threadIdx.x / GROUP;

@@ -67,7 +67,9 @@ def select_shape(gpu: Gpu, rows: int, columns: int) -> SelectShape | None:
         threads = 1024  # clusters of four would not all run at once: as many threads in clusters of two
     steps = -(-columns // (4 * threads * cluster))
     held = 4 if steps <= 4 else 8 if steps <= 8 and threads == 512 else 0
-    return SelectShape(threads, cluster, held, 1024 // threads)
+    # Eight vectors and what else a thread holds take more registers than two such blocks have: 292 bytes of spills.
+    alone = threads == 1024 or (held == 8 and rows * cluster <= gpu.processors)
+    return SelectShape(threads, cluster, held, 1 if alone else 2)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import triton
 
 from sglang_dsa_plugin.cache.layouts import FP8, INDEX_DIM, PAGE_SIZE, ROPE_DIM
 
-from . import index_tables
+from . import index_tables, pdl
 from .e4m3 import has_cvt
 from .index_front_kernels import front_kernel, keys_kernel, queries_kernel
 
@@ -132,7 +132,7 @@ def store_and_prepare(
     q, gate = _new_queries(weights, dtype)
     fp8 = dtype == FP8
     scales = pages.view(torch.float32) if fp8 else pages
-    front_kernel[(triton.cdiv(rows, TILE) + tiles,)](
+    kernel = front_kernel[(triton.cdiv(rows, TILE) + tiles,)](
         key,
         weight,
         weight if bias is None else bias,
@@ -167,6 +167,8 @@ def store_and_prepare(
         num_warps=WARPS,
         **_common(pages.device, layout, fp8),
     )
+    if pdl.used(index_tables.gpu_of(pages.device)):
+        pdl.leave_room(kernel)  # for the scores
     return q, gate
 
 
@@ -182,7 +184,8 @@ def _programs(device: torch.device) -> int:
 
 
 def _common(device: torch.device, layout: str, fp8: bool) -> dict[str, object]:
-    """Compile-time arguments of both kernels."""
+    """Compile-time arguments and launch options of all kernels here."""
+    early = pdl.used(index_tables.gpu_of(device))
     return {
         "HALF": layout == "half",
         "FP8_KEYS": fp8,
@@ -191,5 +194,7 @@ def _common(device: torch.device, layout: str, fp8: bool) -> dict[str, object]:
         "DIM": INDEX_DIM,
         "ROPE": ROPE_DIM,
         "NORM": INDEX_DIM**-0.5,
+        "PDL": early,
         "enable_fp_fusion": False,
+        **pdl.options(early),
     }

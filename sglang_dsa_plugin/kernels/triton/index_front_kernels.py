@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from .e4m3 import encode, inverse_of, scale_bits, scale_of
+from .pdl import let_next_start, wait_for_earlier
 
 
 @triton.jit
@@ -184,12 +185,15 @@ def keys_kernel(
     ROPE: tl.constexpr,
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Keys of rows projected [R, 128] into pages at slots [R] in [0, count).
 
     pages: bytes where FP8_KEYS, else the keys' dtype, and scales: the f32 view of the same; strides in elements.
     LAYER: LayerNorm with bias, else RMSNorm.
     """
+    wait_for_earlier(PDL)
+    let_next_start(PDL)
     _key_tile(
         tl.program_id(0),
         projected,
@@ -305,6 +309,7 @@ def queries_kernel(
     DIM: tl.constexpr,
     ROPE: tl.constexpr,
     NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Queries q [R, H, 128] (bytes where FP8_KEYS) and gate f32 [R, H] of projected [R, H * 128], weights [R, H].
 
@@ -313,6 +318,8 @@ def queries_kernel(
     """
     first, second, others = _columns(HALF, DIM, ROPE)
     signs_a, signs_b, signs_c = _signs(first, DIM), _signs(second, DIM), _signs(others, DIM)
+    wait_for_earlier(PDL)
+    let_next_start(PDL)
     begin, step = tl.program_id(0) * TILE, tl.num_programs(0) * TILE
     for turn in range(tl.cdiv(vectors - begin, step)):
         n = begin + turn * step + tl.arange(0, TILE)
@@ -386,11 +393,14 @@ def front_kernel(
     ROPE: tl.constexpr,
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """`keys_kernel` in the first programs, `queries_kernel` in the others, each with one tile."""
     tile = tl.program_id(0)
     key_tiles = tl.cdiv(rows, TILE)
     if tile < key_tiles:
+        wait_for_earlier(PDL)
+        let_next_start(PDL)
         _key_tile(
             tile,
             key,
@@ -422,16 +432,20 @@ def front_kernel(
         )
     else:
         n = (tile - key_tiles) * TILE + tl.arange(0, TILE)
+        # Made while the kernel ahead still runs.
+        first, second, others = _columns(HALF, DIM, ROPE)
+        signs_a, signs_b, signs_c = _signs(first, DIM), _signs(second, DIM), _signs(others, DIM)
+        wait_for_earlier(PDL)
+        let_next_start(PDL)
         if _needed(n, vectors, lengths, skip, HEADS, SKIP):
-            first, second, others = _columns(HALF, DIM, ROPE)
             _query_tile(
                 n,
                 first,
                 second,
                 others,
-                _signs(first, DIM),
-                _signs(second, DIM),
-                _signs(others, DIM),
+                signs_a,
+                signs_b,
+                signs_c,
                 query,
                 weights,
                 positions,

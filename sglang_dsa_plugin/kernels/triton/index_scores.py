@@ -6,7 +6,7 @@ import torch
 
 from sglang_dsa_plugin.cache.layouts import FP8, PAGE_SIZE
 
-from . import index_tables
+from . import index_tables, pdl
 from .index_scores_kernels import fill_kernel, keys_kernel, rows_kernel
 
 _ROW_ALIGN = 32  # columns: rows of scores begin on 128 bytes, and selection may read whole groups
@@ -50,8 +50,7 @@ def paged(
         width = covered if _capturing(q.device) or not len(q) else max(0, int(lengths.max()))
     scores = new_scores(q.shape[0], width, q.device)
     score_paged(scores, q, pages, gate, lengths, page_table, row_to_request)
-    _fill(scores, row_to_request, lengths, True)
-    return scores
+    return fill_past(scores, lengths)
 
 
 def new_scores(rows: int, width: int, device: torch.device) -> torch.Tensor:
@@ -114,6 +113,7 @@ def score_paged(
         )
         return
     rows, heads, _ = q.shape
+    early = pdl.used(index_tables.gpu_of(q.device))
     keys_kernel[(tiles.programs,)](
         q,
         k,
@@ -138,7 +138,9 @@ def score_paged(
         ROWS=index_tables.power_of_two(rows),
         KIND=kind,
         STAGES=tiles.stages,
+        PDL=early,
         num_warps=tiles.warps,
+        **pdl.options(early),
     )
 
 
@@ -197,6 +199,12 @@ def _operands(q: torch.Tensor, k: torch.Tensor) -> tuple[str, torch.Tensor, torc
     if kind == "bytes":
         return kind, q.to(torch.float16).contiguous(), k.view(torch.uint8)
     return kind, q.contiguous(), k
+
+
+def fill_past(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """-inf in the columns at or past a row's length, in place; the others are not touched."""
+    _fill(scores, lengths, lengths, True)
+    return scores
 
 
 def _fill(scores: torch.Tensor, first: torch.Tensor, last: torch.Tensor, paged: bool) -> None:

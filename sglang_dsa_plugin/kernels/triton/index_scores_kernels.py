@@ -15,9 +15,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .pdl import let_next_start, wait_for_earlier
+
 DIM = tl.constexpr(128)
 PAGE = tl.constexpr(64)
 NEVER = tl.constexpr(2**31 - 1)
+# When rows let the next kernel start (pdl.py). H200, decode steps of 8K / 32K / 128K tokens, microseconds: a single row
+# at once 25.3 / 26.6 / 35.3, as here 24.9 / 26.1 / 32.8; 16 rows 47.2 / 63.1 / 125.8 and 45.3 / 59.2 / 121.8.
+FEW_ROWS = tl.constexpr(16)
+SELECTED_BY_FEW_BLOCKS = tl.constexpr(4)
 
 
 @triton.jit
@@ -179,17 +185,24 @@ def keys_kernel(
     ROWS: tl.constexpr,
     KIND: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Rows in bundles of G; the tiles of all bundles, in a line, are shared out evenly. rows <= ROWS, a power of two.
 
     The rows of a bundle share one read of the keys when they are of one request; else each gets its own.
     tickets int32 [rows] become 0, for a selection that follows.
     """
+    wait_for_earlier(PDL)
+    # Of few rows the blocks of a selection, waiting, take more from these than their start is worth.
+    let_next_start(PDL and ROWS > FEW_ROWS)
     row = tl.arange(0, ROWS)
     tl.store(tickets + row, row * 0, mask=(row < rows) & (tl.program_id(0) == 0))
     bundle = row // G * G
     request, size = window_of(row, rows, requests, lengths, skip, True)
     size = tl.minimum(size, width)
+    if tl.max(size, 0) == 0:
+        let_next_start(PDL)
+        return
     lowest = row * 0 + NEVER
     highest = row * 0 - 1
     longest = row * 0
@@ -205,6 +218,8 @@ def keys_kernel(
     done = tl.cumsum(tiles, 0)
     total = tl.max(done, 0)
     each = (total + tl.num_programs(0) - 1) // tl.num_programs(0)
+    if each == 1:
+        let_next_start(PDL)
     item = tl.program_id(0) * each
     end = tl.minimum(item + each, total)
     lane = tl.arange(0, G)
@@ -227,6 +242,7 @@ def keys_kernel(
             part = head_sum(x, scale, queries, weight, BN, HP, G)
             tl.store(lines + n[:, None], part, mask=n[:, None] < sizes[None, :])
         item += steps
+    let_next_start(PDL and ROWS <= SELECTED_BY_FEW_BLOCKS)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -8,8 +8,9 @@ import triton.language as tl
 
 from sglang_dsa_plugin.cache.layouts import FP8, LATENT_DIM, QUANT_BLOCK, ROPE_DIM
 
-from . import index_tables
+from . import index_tables, pdl
 from .e4m3 import encode, has_cvt, inverse_of, scale_bits, scale_of
+from .pdl import let_next_start, wait_for_earlier
 
 _SCALES = LATENT_DIM // QUANT_BLOCK
 _SCALES_AT = LATENT_DIM // 4
@@ -38,12 +39,15 @@ def store_kernel(
     SCALES_AT: tl.constexpr,
     ROPE_AT: tl.constexpr,
     CVT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Row r of latent [R, 512] and rope [R, 64] into row slots[r] of the cache, if that is in [0, count).
 
     rows, scales, turned: views of the cache for the latent part, the scales and the rope part; strides in elements.
     KIND: "cast" (rows in a float dtype), "unit" (one kv_scale for all), "blocks" (a scale per 128 values, rope bf16).
     """
+    wait_for_earlier(PDL)
+    let_next_start(PDL)
     r = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + r).to(tl.int64)
     if (slot >= 0) & (slot < count):
@@ -86,6 +90,8 @@ def store(
     elif rows.dtype == FP8:
         kind = "unit"
         values = scales = turned = rows.view(torch.uint8)
+    gpu = index_tables.gpu_of(rows.device)
+    early = pdl.used(gpu)
     store_kernel[(slots.shape[0],)](
         latent,
         rope,
@@ -106,6 +112,8 @@ def store(
         ROPE=ROPE_DIM,
         SCALES_AT=_SCALES_AT,
         ROPE_AT=rope_at,
-        CVT=has_cvt(index_tables.gpu_of(rows.device)),
+        CVT=has_cvt(gpu),
+        PDL=early,
         num_warps=1,
+        **pdl.options(early),
     )

@@ -12,7 +12,9 @@ import torch
 import triton
 
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM
+from sglang_dsa_plugin.kernels.triton import pdl
 from sglang_dsa_plugin.kernels.triton import sparse_mla_tiles as tiles
+from sglang_dsa_plugin.kernels.triton.index_tables import gpu_of
 from sglang_dsa_plugin.kernels.triton.layouts import RowViews, row_views
 from sglang_dsa_plugin.kernels.triton.sparse_mla_gather import gather_kernel
 from sglang_dsa_plugin.kernels.triton.sparse_mla_merge import merge_kernel
@@ -51,7 +53,7 @@ def sparse_mla(
     if plan is None:
         hopper = sm == 90 and q_parts == 1 and views.unit == 16
         plan = tiles.choose(sm, processors, layout, rows, heads, picks, hopper, q_parts)
-    pdl = sm is not None and sm >= 90 and plan.splits > 1
+    early = pdl.used(gpu_of(q.device))
     if plan.splits > 1:
         part = torch.empty(rows, plan.splits, heads, LATENT_DIM, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(rows, plan.splits, heads, dtype=torch.float32, device=q.device)
@@ -83,11 +85,12 @@ def sparse_mla(
         HAS_LENGTHS=lengths is not None,
         HAS_SINK=sink is not None,
         PARTIAL=plan.splits > 1,
-        PDL=pdl,
+        PDL=early,
         # With lengths the end of a row is known: it need not be looked for.
         SCAN=_scan(plan.split_picks) if lengths is None else 0,
         BLOCK_H=plan.block_h,
         num_warps=plan.warps,
+        **pdl.options(early),
     )
     grid = (rows * plan.splits * triton.cdiv(heads, plan.block_h),)
     if plan.kernel == "hopper":
@@ -112,7 +115,7 @@ def sparse_mla(
             **arguments,
         )
     if plan.splits > 1:
-        _merge(part, part_lse, sink, out, lse, pdl)
+        _merge(part, part_lse, sink, out, lse, early)
     return out, lse
 
 
@@ -152,14 +155,12 @@ def _merge(
     sink: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
-    pdl: bool,
+    early: bool,
 ) -> None:
     rows, splits, heads, _ = part.shape
     padded = triton.next_power_of_2(splits)
     # Few, large programs: a program per 128 columns costs more to start than to run.
     columns = max(64, min(LATENT_DIM, 4096 // padded))
-    # The interpreter and AMD do not know the option.
-    options = {"launch_pdl": True} if pdl else {}
     merge_kernel[(rows * heads * (LATENT_DIM // columns),)](
         part,
         part_lse,
@@ -171,11 +172,11 @@ def _merge(
         out.stride(0),
         out.stride(1),
         HAS_SINK=sink is not None,
-        PDL=pdl,
+        PDL=early,
         SPLITS=padded,
         COLUMNS=columns,
         num_warps=4,
-        **options,
+        **pdl.options(early),
     )
 
 

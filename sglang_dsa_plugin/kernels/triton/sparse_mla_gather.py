@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from sglang_dsa_plugin.kernels.triton.layouts import load_values
+from sglang_dsa_plugin.kernels.triton.pdl import let_next_start, wait_for_earlier
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -111,6 +111,7 @@ def gather_kernel(
     split, rounded up to a power of two; 0 leaves out the search for the last valid one, as with lengths.
     Grid: one axis of R * splits * head tiles.
     """
+    wait_for_earlier(PDL)
     tiles = tl.cdiv(heads, BLOCK_H)
     pid = tl.program_id(0)
     # Head tiles of one split run side by side: the second finds the rows in L2.
@@ -201,9 +202,8 @@ def gather_kernel(
             acc2 = _weighted(p, k2, acc2)
             acc3 = _weighted(p, k3, acc3)
 
-    if PDL:
-        # Lets the merge be launched; not earlier, because programs that wait slow down those that work.
-        gdc_launch_dependents()
+    # Not earlier, because programs of the merge that wait slow down those that work.
+    let_next_start(PDL)
     # `m` decides whether there was a pick: a sum of weights may be NaN when a row holds NaN, and must stay so.
     some = m > float("-inf")
     some = some | (total != total)

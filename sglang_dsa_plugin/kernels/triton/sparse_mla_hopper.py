@@ -25,8 +25,12 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def begin(slots_ptr, lengths_ptr, heads, picks, split_picks, splits, slots_stride, HAS_LENGTHS, BLOCK_H):
-    """This program's work: (head tile, split, row, the row's slots, first pick, end of its picks)."""
+def begin(slots_ptr, lengths_ptr, heads, picks, split_picks, splits, slots_stride, HAS_LENGTHS, BLOCK_H, PDL):
+    """Wait for the kernels ahead (`pdl`); this program's work: (head tile, split, row, the row's slots, first pick, end
+    of its picks).
+    """
+    if PDL:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     tiles = gl.cdiv(heads, BLOCK_H)
     pid = gl.program_id(0)
     tile = pid % tiles
@@ -40,8 +44,10 @@ def begin(slots_ptr, lengths_ptr, heads, picks, split_picks, splits, slots_strid
 
 
 @gluon.jit
-def let_merge_start(PDL):
-    """Lets the merge be launched. Not earlier than at a program's end: waiting programs slow down working ones."""
+def let_next_start(PDL):
+    """Lets the next kernel take its place. Not earlier than at a program's end: programs of a merge that wait slow down
+    working ones.
+    """
     if PDL:
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -232,7 +238,7 @@ def gather_bf16(
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], gl.bfloat16)
 
     tile, split, row, slots_ptr, first, limit = begin(
-        slots_ptr, lengths_ptr, heads, picks, split_picks, splits, slots_stride, HAS_LENGTHS, BLOCK_H
+        slots_ptr, lengths_ptr, heads, picks, split_picks, splits, slots_stride, HAS_LENGTHS, BLOCK_H, PDL
     )
     seen = scan(slots_ptr, first, limit, SCAN)
     nope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 512], KEYS)
@@ -288,7 +294,7 @@ def gather_bf16(
         slots, valid = tile_slots(slots_ptr, at + (STAGES + 1) * 64, limit, count, ROWS)
         stage = (stage + 1) % STAGES
     async_copy.wait_group(0)
-    let_merge_start(PDL)
+    let_next_start(PDL)
 
     head = tile * BLOCK_H + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(0, MMA))
     weight = finish(m, total, sink_ptr, lse_ptr, row, split, splits, head, heads, value_scale, HAS_SINK, PARTIAL)

@@ -15,7 +15,7 @@ from sglang_dsa_plugin.kernels.triton.sparse_mla_hopper import (
     begin,
     finish,
     last_pick,
-    let_merge_start,
+    let_next_start,
     q_columns,
     scan,
     softmax_step,
@@ -154,7 +154,7 @@ def gather_fp8(
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_H], gl.bfloat16)
 
     tile, split, row, slots_ptr, first, limit = begin(
-        slots_ptr, lengths_ptr, heads, picks, split_picks, splits, slots_stride, HAS_LENGTHS, BLOCK_H
+        slots_ptr, lengths_ptr, heads, picks, split_picks, splits, slots_stride, HAS_LENGTHS, BLOCK_H, PDL
     )
     seen = scan(slots_ptr, first, limit, SCAN)
     slot, valid = tile_slots(slots_ptr, first, limit, count, ROWS)
@@ -304,7 +304,7 @@ def gather_fp8(
         acc2 = warpgroup_mma(k2.permute((1, 0)), p2, acc2, is_async=True)
         acc3 = warpgroup_mma(k3.permute((1, 0)), p3, acc3, is_async=True)
         acc0, acc1, acc2, acc3 = warpgroup_mma_wait(0, deps=[acc0, acc1, acc2, acc3])
-    let_merge_start(PDL)
+    let_next_start(PDL)
 
     head = tile * BLOCK_H + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(0, MMA))
     weight = finish(m, total, sink_ptr, lse_ptr, row, split, splits, head, heads, unit, HAS_SINK, PARTIAL)

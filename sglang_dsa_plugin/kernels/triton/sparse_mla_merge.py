@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+
+from sglang_dsa_plugin.kernels.triton.pdl import let_next_start, wait_for_earlier
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -39,9 +40,9 @@ def merge_kernel(
     chunk = pid % CHUNKS
     head = (pid // CHUNKS) % heads
     row = (pid // (CHUNKS * heads)).to(tl.int64)
-    if PDL:
-        # Started while the splits still run: nothing they write may be read above this line.
-        gdc_wait()
+    # Started while the splits still run: nothing they write may be read above this line.
+    wait_for_earlier(PDL)
+    let_next_start(PDL)
     split = tl.arange(0, SPLITS)
     part = (row * splits + split) * heads + head
     lse_s = tl.load(part_lse_ptr + part, mask=split < splits, other=float("-inf"))

@@ -24,6 +24,7 @@ import torch
 from torch.nn.functional import pad
 
 from sglang_dsa_plugin.cache.layouts import INDEX_DIM, PAGE_SIZE
+from sglang_dsa_plugin.kernels.triton.index_scores import fill_past
 
 _ROWS = 2048
 _ROWS_PER_PROCESSOR_FROM = 10  # major compute capability
@@ -48,7 +49,7 @@ def ragged(
         return _nothing(q, width)
     lengths = (end - start).clamp(min=0, max=width)
     scores = ragged_scores(q, k, k_scale, gate, *windows(start, lengths, k.shape[0]), width)
-    return _outside(scores, lengths)
+    return fill_past(scores, lengths)
 
 
 def windows(start: torch.Tensor, lengths: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,7 +107,7 @@ def paged(
     if width is None:
         width = max(0, int(lengths.max())) if len(q) else 0
     scores = paged_scores(q, pages, gate, lengths, page_table, row_to_request, width)
-    return _outside(scores, lengths)
+    return fill_past(scores, lengths)
 
 
 def paged_scores(
@@ -165,12 +166,6 @@ def _padded(q: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 def _padded_heads(heads: int) -> int:
     return 32 if heads <= 32 else 64
-
-
-def _outside(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Columns at or past a row's length become -inf; in place."""
-    columns = torch.arange(scores.shape[1], device=scores.device)
-    return scores.masked_fill_(columns >= lengths.unsqueeze(1), -math.inf)
 
 
 def _nothing(q: torch.Tensor, width: int) -> torch.Tensor:

@@ -129,10 +129,13 @@ struct Index {
     u32 x;
 };
 #define threadIdx (Index{(u32)now->thread})
+#define gridDim (Index{CLUSTER})  // of one row
 
 inline char* shared_memory() { return memory_of[now->block]; }
 inline void __syncwarp() { meet(of_warp[now->warp], 32); }
 inline void __syncthreads() { meet(of_block[now->block], THREADS); }
+inline void wait_for_earlier() {}  // launches follow one another here
+inline void let_next_start() {}
 inline void cluster_sync() { meet(of_cluster, FIBERS); }
 inline u32 cluster_rank() { return now->block; }
 inline u32 cluster_id() { return row_now; }

@@ -54,7 +54,7 @@ def pointers(layout, partial, q="bf16"):
 def flags(partial, sm, scan):
     """Few rows come with their lengths, as in decode; many are looked through for their last pick."""
     lengths = dict(HAS_LENGTHS=partial, SCAN=0 if partial else scan)
-    return lengths | dict(HAS_SINK=True, PARTIAL=partial, PDL=partial and bool(sm) and sm >= 90)
+    return lengths | dict(HAS_SINK=True, PARTIAL=partial, PDL=bool(sm) and sm >= 90)
 
 
 def portable(target, sm, layout, rows, heads, q="bf16"):

@@ -7,7 +7,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from sglang_dsa_plugin.kernels.triton import index_scores_kernels, index_tables, select  # noqa: E402
+from sglang_dsa_plugin.kernels.triton import index_scores_kernels, index_tables, pdl, select  # noqa: E402
 
 # Minutes with an empty kernel cache: in the long form only.
 pytestmark = pytest.mark.full
@@ -55,7 +55,10 @@ def gpu_of(name):
 
 
 def compiled(kernel, name, constants, warps, **types):
-    signature, aligned = {}, {}
+    signature, aligned, options = {}, {}, {"num_warps": warps}
+    if "PDL" in kernel.arg_names:
+        constants = constants | {"PDL": pdl.used(gpu_of(name))}
+        options |= pdl.options(constants["PDL"])
     for i, parameter in enumerate(kernel.params):
         if parameter.name in constants:
             signature[parameter.name] = "constexpr"
@@ -66,9 +69,7 @@ def compiled(kernel, name, constants, warps, **types):
         if aligns and parameter.name not in kernel.do_not_specialize:
             aligned[(i,)] = [["tt.divisibility", 16]]
     target = GPUTarget("hip", name, 64) if name.startswith("gfx") else GPUTarget("cuda", int(name[3:]), 32)
-    result = triton.compile(
-        ASTSource(kernel, signature, constants, aligned), target=target, options={"num_warps": warps}
-    )
+    result = triton.compile(ASTSource(kernel, signature, constants, aligned), target=target, options=options)
     assert result.metadata.shared <= SHARED[name] * 1024
     return result
 
