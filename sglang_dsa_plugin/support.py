@@ -213,9 +213,9 @@ _CUDA_ROWS = [
             "select",
             operator,
             CLUSTER_SMS,
-            "a cluster of blocks a row, run on SM 9.0; what its reads cannot take goes to Triton",
+            "a cluster of blocks a row, one block if rows are many, run on SM 9.0; what it cannot read goes to Triton",
             max_k=INDEX_MAX_K,
-            first=Where(sm=frozenset({90}), below_rows=MANY_ROWS),
+            first=Where(sm=frozenset({90})),
         )
         for operator in ("topk", "topk_slots", "topk_ragged")
     ),

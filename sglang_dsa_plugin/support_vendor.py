@@ -133,7 +133,7 @@ _SELECTIONS: dict[str, dict[str, Any]] = {
     "torch_topk": {"sm": TRITON_SMS},
 }
 _GATHERED = (
-    "scores by DeepGEMM, selection by Triton; for many rows a request keys are gathered first, and where these take "
+    "scores by DeepGEMM, selection ours; for many rows a request keys are gathered first, and where these take "
     "more than half of the score budget, scores are Triton's"
 )
 _INEXACT = "not exact: among equal scores it picks as it likes"
@@ -156,7 +156,7 @@ def _index_rows() -> list[Implementation]:
             "deep_gemm",
             "index_select:ragged",
             capturable=True,
-            note="scores by DeepGEMM, selection by Triton",
+            note="scores by DeepGEMM, selection ours",
             **_DEEP_GEMM,
             max_k=INDEX_MAX_K,
         )

@@ -119,6 +119,7 @@ class DsaBackend(AttentionBackend):
         found = prepare.prepare(
             torch.device(self.device),
             self.max_context_len + PAGE_SIZE if selects else 0,
+            self.config.index_topk,
             layout if "cuda" in attention else None,
         )
         if (took := time.monotonic() - begun) > _WORTH_A_LINE:

@@ -207,7 +207,12 @@ def _more_selection() -> Iterator[Case]:
 
     yield _by_torch("topk", "windows and forced tokens", {"k": 64}, forced, check_judges.equal)
     # A row's best spread over many values, and ties by the thousand.
-    for label, rows, pages, values in (("one long row", 1, 700, 1 << 20), ("ties in 150 rows", 150, 90, 5)):
+    for label, rows, pages, values in (
+        ("one long row", 1, 700, 1 << 20),
+        ("ties in 150 rows", 150, 90, 5),
+        ("300 rows", 300, 130, 1 << 20),
+        ("ties in 300 rows", 300, 130, 1000),
+    ):
         many, table = _integers(0, values, rows, pages * PAGE_SIZE, seed=7).float(), torch.arange(pages).flip(0)[None]
         some = _integers(pages * 32, pages * PAGE_SIZE, rows, seed=8)
 

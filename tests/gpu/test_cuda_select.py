@@ -12,10 +12,10 @@ from sglang_dsa_plugin.kernels.triton import index_tables
 from sglang_dsa_plugin.ops import select
 from tests.cpu.ops import selection_inputs
 from tests.gpu import selection_checks
+from tests.gpu.cuda_picks import K, assert_picks, generator, ints, launched, lengths_of
 
 pytestmark = pytest.mark.gpu
 
-K = 2048
 # (rows, columns) whose launches differ on an H200 in threads, blocks of a row and scores held in registers.
 LAUNCHES = [
     (1, 8192),
@@ -36,59 +36,6 @@ LAUNCHES = [
 @pytest.fixture(scope="module", autouse=True)
 def here():
     selection_checks.skip_unless_here("topk", "cuda", k=K)
-
-
-def generator(seed=0):
-    return torch.Generator("cuda").manual_seed(seed)
-
-
-def ints(low, high, *shape, seed=0):
-    return torch.randint(low, high, shape, device="cuda", generator=generator(seed), dtype=torch.int32)
-
-
-def lengths_of(width, rows, k=K):
-    """All, all but one, k + 1, k, none, one, and others."""
-    lengths = ints(0, width + 1, rows, seed=rows)
-    first = torch.tensor([width, width - 1, k + 1, k, 0, 1], device="cuda").clamp(0, width)
-    lengths[: len(first)] = first[:rows]
-    return lengths
-
-
-def launched(monkeypatch):
-    """Fails where the Triton kernels are taken instead."""
-
-    def instead(*_given, **_more):
-        pytest.fail("the selection went to Triton")
-
-    monkeypatch.setattr(cuda_select.triton_select, "select_rows", instead)
-
-
-def assert_picks(scores, lengths, k=K, starts=None, forced=(0, 0), offsets=None, shape=None, repeats=1):
-    """Positions and slots of one launch, both as they should be."""
-    rows, width = scores.shape
-    table = ints(0, 99999, 3, width // 64 + 1, seed=width)
-    owner = torch.arange(rows, device="cuda") % 3
-    if starts is None and forced == (0, 0):
-        want = selection_checks.by_sorting(scores, lengths, k)
-    else:
-        want = select.topk(scores, lengths, k, starts, *forced, impl="torch")
-    slots = select.positions_to_slots(want, table, owner, impl="torch")
-    moved = want if offsets is None else torch.where(want >= 0, want + offsets.unsqueeze(1), -1).int()
-    for _ in range(repeats):
-        beside = torch.full_like(want, 7)
-        got = cuda_select.select_rows(
-            scores,
-            lengths,
-            k,
-            starts,
-            *forced,
-            slots=(table, owner, 64),
-            offsets=offsets,
-            slots_out=beside,
-            shape=shape,
-        )
-        assert torch.equal(got, moved)
-        assert torch.equal(beside, slots)
 
 
 @pytest.mark.parametrize(("rows", "columns"), LAUNCHES)
@@ -198,11 +145,12 @@ def test_what_the_kernel_cannot_take_goes_to_triton(monkeypatch):
     )
     assert torch.equal(cuda_select.topk(exact, lengths, K, None, 0, 0), want) and len(taken) == 1
     assert torch.equal(cuda_select.topk(spread, lengths, K, None, 0, 0), want) and len(taken) == 1
-    # 8000 / 4 pages of one position are in a block's stretch, which is fine; 40000 / 8 are too many.
-    table = torch.arange(40000, device="cuda").flip(0).view(1, -1)
+    # 8000 / 4 pages of one position are in a block's stretch, which is fine; 40000 / 8 are too many, and 3000000 for
+    # select_many.cu, too, which keeps none.
+    table = torch.arange(3000000, device="cuda").flip(0).view(1, -1)
     owner = torch.zeros(3, dtype=torch.int64, device="cuda")
-    for width, launches in ((8000, 1), (40000, 2)):
+    for width, launches in ((8000, 1), (40000, 1), (3000000, 2)):
         scores, lengths = selection_inputs.scores("normal", 3, width, generator()), lengths_of(width, 3)
         got = cuda_select.topk_slots(scores, lengths, K, table, owner, 1, None, 0, 0)
         picks = selection_checks.by_sorting(scores, lengths, K)
-        assert torch.equal(got, torch.where(picks >= 0, 39999 - picks, -1)) and len(taken) == launches
+        assert torch.equal(got, torch.where(picks >= 0, 2999999 - picks, -1)) and len(taken) == launches

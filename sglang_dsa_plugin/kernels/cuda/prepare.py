@@ -18,18 +18,15 @@ from . import program, select, sparse_mla, tables
 
 _AT_A_TIME = 8
 
-# Source, name, macros and dynamic shared memory of a kernel.
-Form = tuple[str, str, program.Defines, int]
+Form = select.Form  # of any kernel
 
 
-def server_forms(gpu: index_tables.Gpu, columns: int, layout: str | None) -> list[Form]:
-    """The forms that steps of a server take on this GPU: selection from up to `columns` scores with positions and slots
-    written (0: none), and sparse attention on rows of `layout` (None: none).
+def server_forms(gpu: index_tables.Gpu, columns: int, k: int, layout: str | None) -> list[Form]:
+    """The forms that steps of a server take on this GPU: selection of k from up to `columns` scores (0: none) with
+    positions and slots written, and sparse attention on rows of `layout` (None: none).
     """
-    forms: list[Form] = [
-        (select.SOURCE, select.NAME, select.defines(shape, select.BOTH, PAGE_SIZE), 0)
-        for shape in tables.select_shapes(gpu, columns)
-    ]
+    shapes = tables.select_shapes(gpu, columns, k, PAGE_SIZE)
+    forms: list[Form] = [select.form(shape, select.BOTH, PAGE_SIZE) for shape in shapes]
     if layout in sparse_mla.FORMS:
         form = sparse_mla.FORMS[layout]
         for cluster in range(1, sparse_mla.MOST_BLOCKS + 1):
@@ -38,7 +35,7 @@ def server_forms(gpu: index_tables.Gpu, columns: int, layout: str | None) -> lis
     return forms
 
 
-def prepare(device: torch.device, columns: int, layout: str | None) -> int:
+def prepare(device: torch.device, columns: int, k: int, layout: str | None) -> int:
     """Load those forms on a CUDA device; returns how many, none where there is nothing to compile them with and the
     support table takes other kernels. Raises RuntimeError with the compiler's log.
     """
@@ -46,7 +43,7 @@ def prepare(device: torch.device, columns: int, layout: str | None) -> int:
         return 0
     index = device.index if device.index is not None else torch.cuda.current_device()
     where = torch.device("cuda", index)
-    forms = server_forms(index_tables.gpu_of(where), columns, layout)
+    forms = server_forms(index_tables.gpu_of(where), columns, k, layout)
 
     def load(form: Form) -> None:
         source, name, macros, shared = form

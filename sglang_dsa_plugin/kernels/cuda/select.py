@@ -1,7 +1,8 @@
-"""Exact top-k of few long rows in CUDA C++ (select.cu): a cluster of blocks a row, SM 9.0 and later.
+"""Exact top-k in CUDA C++, SM 9.0 and later: a cluster of blocks a row (select.cu), or one block of many rows each
+(select_many.cu).
 
-What it does not take (tensors that end within a group of four scores, pages too small for a block's table) goes to the
-Triton kernels, which give the same picks.
+What they do not take (tensors that end within a group of four scores, rows of more than a million) goes to the Triton
+kernels, which give the same picks.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from sglang_dsa_plugin.support_row import unusable
 
 from . import program, tables
 
-SOURCE = "select.cu"
-NAME = "select_rows"
-POSITIONS, SLOTS, BOTH = 0, 1, 2  # WRITE of select.cu
+SOURCE, NAME = "select.cu", "select_rows"
+MANY_SOURCE, MANY_NAME = "select_many.cu", "select_many_rows"
+POSITIONS, SLOTS, BOTH = 0, 1, 2  # WRITE of both
+
+# Source, name, macros and dynamic shared memory of a kernel.
+Form = tuple[str, str, program.Defines, int]
 
 
 def preferred(device: torch.device, rows: int, width: int, k: int, page_size: int = 1) -> bool:
@@ -103,17 +107,18 @@ def select_rows(
     out: torch.Tensor | None = None,
     slots_out: torch.Tensor | None = None,
     tickets: torch.Tensor | None = None,
-    shape: tables.SelectShape | None = None,
+    shape: tables.SelectShape | tables.ManyShape | None = None,
 ) -> torch.Tensor:
     """`select_rows` of kernels/triton/select.py, to which tickets go where it is taken. Reads nothing on the host.
     shape: for tests.
     """
     rows, width = scores.shape
+    page_size = max(1, width) if slots is None else slots[2]
     if shape is None and rows:
         # A row may begin anywhere in a group of four where rows or windows are not aligned.
         aligned = starts is None and scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0
-        shape = tables.select_shape(index_tables.gpu_of(scores.device), rows, width if aligned else width + 3)
-    page_size = max(1, width) if slots is None else slots[2]
+        columns = width if aligned else width + 3
+        shape = tables.launch_shape(index_tables.gpu_of(scores.device), rows, columns, k, page_size)
     if shape is None or not shape.serves(width, page_size) or not _reads_whole_groups(scores):
         return triton_select.select_rows(
             scores,
@@ -139,7 +144,8 @@ def select_rows(
         if tensor is not None and tensor.dtype == torch.int64
     )
     write = POSITIONS if slots is None else SLOTS if slots_out is None else BOTH
-    kernel = program.kernel(SOURCE, NAME, scores.device, defines(shape, write, 1 if slots is None else page_size))
+    source, name, macros, shared = form(shape, write, 1 if slots is None else page_size)
+    kernel = program.kernel(source, name, scores.device, macros, shared_bytes=shared)
     number, wide_number = ctypes.c_int, ctypes.c_longlong
     kernel.launch(
         rows,
@@ -167,16 +173,20 @@ def select_rows(
     return out
 
 
-def defines(shape: tables.SelectShape, write: int, page_size: int) -> dict[str, int | str]:
-    """Macros of one form of the kernel."""
-    return {
-        "THREADS": shape.threads,
-        "CLUSTER": shape.cluster,
-        "HELD": shape.held,
-        "BLOCKS": shape.blocks,
-        "PAGE": page_size,
-        "WRITE": write,
+def form(shape: tables.SelectShape | tables.ManyShape, write: int, page_size: int) -> Form:
+    """The kernel of a launch: source, name, macros and dynamic shared memory."""
+    both: dict[str, int | str] = {"THREADS": shape.threads, "BLOCKS": shape.blocks, "PAGE": page_size, "WRITE": write}
+    if isinstance(shape, tables.SelectShape):
+        return SOURCE, NAME, both | {"CLUSTER": shape.cluster, "HELD": shape.held}, 0
+    macros = {
+        "BATCH": shape.batch,
+        "STRATA": shape.strata,
+        "LISTED": shape.listed,
+        "CHUNKS": shape.chunks,
+        "ONCE": int(shape.once),
+        "SHARED": shape.shared_bytes,
     }
+    return MANY_SOURCE, MANY_NAME, both | macros, shape.shared_bytes
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -6,12 +6,15 @@ import dataclasses
 import functools
 
 from sglang_dsa_plugin.kernels.triton.index_tables import Gpu
-from sglang_dsa_plugin.support_row import CLUSTER_SMS, INDEX_MAX_K, MANY_ROWS
+from sglang_dsa_plugin.support_row import CLUSTER_SMS, INDEX_MAX_K, MANY_ROWS, MORE_ROWS
 
 # Where select.cu was measured faster than the Triton kernels; elsewhere it is taken by name.
 SELECT_MEASURED_SMS = frozenset({90})
 
 _MOST_PAGES = 4096  # PAGES of select_parts.cuh
+_BINS = 2048  # BINS of select_many_parts.cuh
+_MOST_COLUMNS = (1 << 20) + 1024
+_LONG = 32 * 1024  # columns from which on select_many.cu is taken for fewer rows, too
 _ROUND = 4 * 512  # scores that the smallest block looks at together
 _SIXTEEN_SMS = frozenset({90, 100, 103})  # whose clusters may have 16 blocks
 
@@ -35,13 +38,51 @@ class SelectShape:
         return most_columns // page_size + 2 <= _MOST_PAGES
 
 
+@dataclasses.dataclass(frozen=True)
+class ManyShape:
+    """One launch of select_many.cu, a block a row.
+
+    threads: of a block. blocks: that share a processor. batch: vectors of four scores that a thread looks at together:
+    4 or 8. strata: vectors that the first threshold follows from, a power of two. listed: candidates that a block has
+    room for. chunks: of a row, each of 32 * batch vectors. once: the L2 cache need not keep what was read.
+    """
+
+    threads: int
+    blocks: int
+    batch: int
+    strata: int
+    listed: int
+    chunks: int
+    once: bool
+
+    cluster = 1
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a block: scores on their way, bins, candidates, chunks, and what is small."""
+        ring = self.threads * 16 * self.batch
+        small = self.threads // 32 * 24 + 320
+        return -(-(ring + 4 * _BINS + 8 * self.listed + 4 * self.chunks + small) // 128) * 128
+
+    def serves(self, width: int, page_size: int) -> bool:
+        """Whether the chunks of a row, which may begin within a group of four, have a place each."""
+        return width + 6 <= self.chunks * 128 * self.batch
+
+
 def prefers_select(gpu: Gpu, rows: int, width: int, k: int, page_size: int) -> bool:
-    """Whether select.cu is taken unasked for such a selection: it was measured faster, and can run."""
+    """Whether a kernel of here is taken unasked for such a selection: it was measured faster, and can run."""
     measured = gpu.kind == "cuda" and gpu.sm in SELECT_MEASURED_SMS
-    if not measured or not 0 < rows < MANY_ROWS or not k < width or k > INDEX_MAX_K:
+    if not measured or rows < 1 or not k < width or k > INDEX_MAX_K:
         return False
-    shape = select_shape(gpu, rows, width)
-    return shape is not None and shape.serves(width, page_size)
+    return launch_shape(gpu, rows, width, k, page_size) is not None
+
+
+def launch_shape(gpu: Gpu, rows: int, columns: int, k: int, page_size: int) -> SelectShape | ManyShape | None:
+    """The launch for so many rows of up to `columns` columns, None where no kernel of here can run."""
+    shapes = [many_shape(gpu, columns, k)]
+    if rows < (MORE_ROWS if columns >= _LONG else MANY_ROWS):
+        shapes.insert(0, select_shape(gpu, rows, columns))
+    return next((shape for shape in shapes if shape is not None and shape.serves(columns, page_size)), None)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -73,13 +114,35 @@ def select_shape(gpu: Gpu, rows: int, columns: int) -> SelectShape | None:
 
 
 @functools.cache
-def select_shapes(gpu: Gpu, columns: int) -> tuple[SelectShape, ...]:
+def many_shape(gpu: Gpu, columns: int, k: int) -> ManyShape | None:
+    """The launch for many rows of up to `columns` columns and k picks, None where the kernel cannot run.
+
+    H200, 2026-11-30, k 2048, positions and slots, microseconds at 8K / 32K / 64K / 128K columns: 4096 rows 150 / 203 /
+    301 / 553 (Triton 312 / 432 / 632 / 948); three blocks of 512 threads and half the chunk 126 / 207 / 351 / 645, four
+    of 256 119 / 222 / 389 / 719. 64, 132 and 255 rows 11.8, 14.4, 20.6 at 32K and 24, 32, 49 at 128K; select.cu 12.9,
+    21.3, 35.1 and 37, 79, 152, at 8K 7.8, 9.4, 12.0 where this takes 9.0, 9.8, 13.0.
+    """
+    most = columns + 6  # a row begins anywhere in a group of four
+    if gpu.kind != "cuda" or gpu.sm not in CLUSTER_SMS or most > _MOST_COLUMNS:
+        return None
+    threads, large = 512, gpu.shared_kib >= 160
+    blocks, batch = 2 if large else 1, 8 if large and k <= 2048 else 4
+    strata = 512 if columns <= 48 * 1024 else 1024
+    chunks = next(n for n in (1088 // batch, 8448 // batch) if most <= n * 128 * batch)
+    bare = ManyShape(threads, blocks, batch, strata, 0, chunks, strata > 512)
+    # A processor has 1 KiB more than a block may have, and keeps 1 KiB for each.
+    room = (gpu.shared_kib + 1) * 1024 // blocks - 1024 - bare.shared_bytes
+    return dataclasses.replace(bare, listed=room // 8 // 32 * 32)
+
+
+@functools.cache
+def select_shapes(gpu: Gpu, columns: int, k: int, page_size: int) -> tuple[SelectShape | ManyShape, ...]:
     """All launches that are taken unasked for rows of up to `columns` columns."""
     if not (gpu.kind == "cuda" and gpu.sm in SELECT_MEASURED_SMS) or columns < 1:
         return ()
     # Launches change where rows fill one more round of a block's scores, and at the last column.
     widths = {min(w, columns) for w in range(1, columns + _ROUND, _ROUND)}
-    found = (select_shape(gpu, rows, width) for rows in range(1, MANY_ROWS) for width in widths)
+    found = (launch_shape(gpu, rows, width, k, page_size) for rows in range(1, MANY_ROWS + 1) for width in widths)
     return tuple(dict.fromkeys(shape for shape in found if shape is not None))
 
 

@@ -205,6 +205,7 @@ def _group(q: torch.Tensor, width: int, k: int, bytes_left: int) -> int:
     """Rows whose scores and selection fit `bytes_left`, 0 where not even one does: as many as occupy all processors a
     whole number of times, if there are that many, since one row's keys are never shared out.
     """
+    from sglang_dsa_plugin.kernels.cuda import select as cuda_select
     from sglang_dsa_plugin.kernels.triton import index_tables
 
     rows, heads, _ = q.shape
@@ -214,7 +215,8 @@ def _group(q: torch.Tensor, width: int, k: int, bytes_left: int) -> int:
         return most - most % unit
 
     gpu, row_bytes = index_tables.gpu_of(q.device), deep_gemm.score_row_bytes(width)
-    return index_tables.rows_in_budget(gpu, rows, width, k, row_bytes, bytes_left, whole)
+    in_cuda = cuda_select.preferred(q.device, rows, width, k, PAGE_SIZE)
+    return index_tables.rows_in_budget(gpu, rows, width, k, row_bytes, bytes_left, whole, in_cuda)
 
 
 def _scores(

@@ -170,7 +170,7 @@ def steps_of_the_warmup(topk, chunk, context):
 def test_no_prompt_meets_a_kernel_that_is_not_there(seen, topk, heads, layout, scores, context, longest):
     chunk, rng = 8192, random.Random(0)
     model = (topk, heads, layout, scores)
-    prepare.prepare(torch.device("cuda", 0), context + 64, layout)
+    prepare.prepare(torch.device("cuda", 0), context + 64, topk, layout)
     loaded = len(seen)
     assert loaded > sparse_mla_cuda.MOST_BLOCKS
     for batch in GRAPHS:

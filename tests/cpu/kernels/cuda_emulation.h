@@ -1,4 +1,5 @@
-// CUDA C++ on a CPU, as much of it as select.cu takes: in the place of cluster.cuh.
+// CUDA C++ on a CPU, as much of it as select.cu and select_many.cu take: in the place of cluster.cuh and
+// compare.cuh and copies.cuh.
 //
 // A thread is a fiber. It runs until it needs others of its warp, block or cluster; then it waits at a meeting point
 // until all have come. Those that may run go on in a shuffled order, and shared memory begins as noise, so a barrier
@@ -37,12 +38,23 @@ struct float4 {
 struct int4 {
     int x, y, z, w;
 };
+struct int2 {
+    int x, y;
+};
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline int2 make_int2(int x, int y) { return {x, y}; }
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+#ifndef SHARED
+#define SHARED (48 << 10)
+#endif
 
 // Fibers and their meeting points.
 constexpr int FIBERS = THREADS * CLUSTER, WARPS_OF_ALL = FIBERS / 32;
-constexpr size_t STACK_BYTES = 64 << 10, SHARED_BYTES = 48 << 10;
+constexpr size_t STACK_BYTES = 64 << 10, SHARED_BYTES = SHARED;
 
 struct Meeting {
     int came = 0;
@@ -65,7 +77,7 @@ static jmp_buf scheduler;
 static Meeting of_warp[WARPS_OF_ALL], of_block[CLUSTER], of_cluster;
 static int exchanged[WARPS_OF_ALL][2][32];
 static std::vector<char> stacks(FIBERS* STACK_BYTES);
-alignas(16) static char memory_of[CLUSTER][SHARED_BYTES];
+alignas(128) static char memory_of[CLUSTER][SHARED_BYTES];
 static std::function<void()> kernel;
 static int row_now;
 
@@ -163,6 +175,10 @@ inline int __shfl_down_sync(u32, int x, int by, int width = 32) {
     const int lane = now->thread % 32, *all = exchange(x);
     return lane % width + by < width ? all[lane + by] : x;
 }
+inline int __shfl_up_sync(u32, int x, int by) {
+    const int lane = now->thread % 32, *all = exchange(x);
+    return lane >= by ? all[lane - by] : x;
+}
 inline u32 __ballot_sync(u32, bool x) {
     const int* all = exchange(x);
     u32 votes = 0;
@@ -196,6 +212,26 @@ inline T __ldg(const T* p) {
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline int __ffs(u32 x) { return __builtin_ffs(x); }
 inline int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
+inline u32 difference(float x, float y) { return x < y ? 0xc0000000u : 0; }
+inline u32 __funnelshift_l(u32 low, u32 high, int by) { return high << by | low >> (32 - by); }
+inline u32 __byte_perm(u32 x, u32 y, u32 which) {
+    const u64 both = (u64)y << 32 | x;
+    u32 r = 0;
+    for (int i = 0; i < 4; i++) r |= (u32)(both >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
+    return r;
+}
+
+// A copy is there at once, and a thread that waits for one looks again in each round.
+struct Barrier {
+    u64 copies;
+};
+inline void barrier_init(Barrier& b) { b.copies = 0; }
+inline void copy(void* to, const void* from, u32 bytes, bool, Barrier& b) { memcpy(to, from, bytes), b.copies++; }
+inline void copy16(void* to, const void* from) { memcpy(to, from, 16); }
+inline void wait16() {}
+inline void wait(Barrier& b, u32 parity) {
+    while ((b.copies & 1) == parity) leave();
+}
 inline float __int_as_float(int x) {
     float f;
     memcpy(&f, &x, 4);

@@ -22,11 +22,23 @@ def test_select(arch, rows):
     """One row is held in registers, of 16 rows twice as much, of 64 nothing; other chips have one form."""
     columns = 131072
     shape = tables.select_shape(Gpu("cuda", int(arch[3:-1]), 132, 227), rows, columns)
-    _, found = program.compile_only(select.SOURCE, arch, select.defines(shape, select.BOTH, 64))
+    _, found = program.compile_only(select.SOURCE, arch, select.form(shape, select.BOTH, 64)[2])
     takes = found[select.NAME]
     assert takes.registers * shape.threads * shape.blocks <= 65536
     # 64 registers a thread are what two blocks of 512 leave; on SM 9.0 no form with fewer spills was faster.
     assert takes.shared <= SHARED and takes.spilled <= (300 if arch == "sm_90a" else 400)
+
+
+@pytest.mark.parametrize(
+    ("arch", "columns", "k"),
+    [("sm_90a", 32768, 2048), *((arch, 131072, 2048) for arch in CLUSTER_ARCHS), ("sm_90a", 1 << 20, 4096)],
+)
+def test_select_of_many_rows(arch, columns, k):
+    sm = int(arch[3:-1])
+    shape = tables.many_shape(Gpu("cuda", sm, 132, 99 if sm >= 120 else 227), columns, k)
+    source, name, defines, _ = select.form(shape, select.BOTH, 64)
+    takes = program.compile_only(source, arch, defines)[1][name]
+    assert takes.registers * shape.threads * shape.blocks <= 65536 and takes.shared == 0 and takes.spilled == 0
 
 
 @pytest.mark.parametrize("layout", sorted(sparse_mla.FORMS))

@@ -14,18 +14,18 @@ H200 = index_tables.Gpu("cuda", 90, 132, 227)
 
 @pytest.mark.parametrize("columns", [100, 2048, 7088, 131136, 1 << 20])
 def test_every_launch_that_rows_and_columns_lead_to_is_known(columns):
-    known = tables.select_shapes(H200, columns)
+    known = tables.select_shapes(H200, columns, 2048, 64)
     assert len(set(known)) == len(known) < 24
     rng = random.Random(0)
     for _ in range(3000):
-        rows, width = rng.randrange(1, 256), rng.randrange(1, columns + 1)
-        assert tables.select_shape(H200, rows, width) in known
+        rows, width = rng.choice([rng.randrange(1, 256), 256, 5000]), rng.randrange(1, columns + 1)
+        assert tables.launch_shape(H200, rows, width, 2048, 64) in known
 
 
 def test_nothing_is_loaded_where_nothing_is_taken():
     for gpu in (index_tables.Gpu("cuda", 80, 108, 163), index_tables.Gpu("cuda", 100, 148, 227)):
-        assert prepare.server_forms(gpu, 131072, None) == []
-    assert prepare.server_forms(H200, 0, "fp8_576") == []
+        assert prepare.server_forms(gpu, 131072, 2048, None) == []
+    assert prepare.server_forms(H200, 0, 2048, "fp8_576") == []
 
 
 @pytest.mark.parametrize("layout", sorted(sparse_mla.FORMS))
@@ -39,11 +39,12 @@ def test_each_form_is_loaded_once_on_the_device_asked_for(monkeypatch, layout):
     monkeypatch.setattr(program, "kernel", kernel)
     monkeypatch.setattr(index_tables, "gpu_of", lambda device: H200)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    count = prepare.prepare(torch.device("cuda"), 131136, layout)
+    count = prepare.prepare(torch.device("cuda"), 131136, 2048, layout)
     assert count == len(loaded) == len(set(loaded)) and {one[2] for one in loaded} == {3}
     sources = [one[0] for one in loaded]
     assert sources.count(sparse_mla.FORMS[layout].source) == sparse_mla.MOST_BLOCKS
-    assert sources.count(select.SOURCE) == count - sparse_mla.MOST_BLOCKS > 0
+    selects = sources.count(select.SOURCE), sources.count(select.MANY_SOURCE)
+    assert min(selects) > 0 and sum(selects) == count - sparse_mla.MOST_BLOCKS
 
 
 def test_what_does_not_compile_is_an_error_at_once(monkeypatch):
@@ -53,14 +54,14 @@ def test_what_does_not_compile_is_an_error_at_once(monkeypatch):
     monkeypatch.setattr(program, "kernel", kernel)
     monkeypatch.setattr(index_tables, "gpu_of", lambda device: H200)
     with pytest.raises(RuntimeError, match=r"select.cu does not compile"):
-        prepare.prepare(torch.device("cuda", 0), 8192, None)
+        prepare.prepare(torch.device("cuda", 0), 8192, 2048, None)
 
 
 def test_nothing_is_loaded_where_nothing_can_be_compiled(monkeypatch):
     monkeypatch.setattr(prepare, "unusable", lambda package: f"{package} finds no NVRTC to compile with")
     monkeypatch.setattr(index_tables, "gpu_of", lambda device: H200)
     monkeypatch.setattr(program, "kernel", lambda *_, **__: pytest.fail("compiles"))
-    assert prepare.prepare(torch.device("cuda", 0), 8192, "bf16_1152") == 0
+    assert prepare.prepare(torch.device("cuda", 0), 8192, 2048, "bf16_1152") == 0
 
 
 def test_whoever_forces_triton_gets_its_selection(monkeypatch):

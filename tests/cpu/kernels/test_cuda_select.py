@@ -3,36 +3,19 @@
 What this cannot see is memory that only a GPU orders; tests/gpu/test_cuda_select.py runs it there.
 """
 
-import ctypes
 import random
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from sglang_dsa_plugin.kernels.cuda import program, tables
 from sglang_dsa_plugin.kernels.cuda import select as cuda_select
-from sglang_dsa_plugin.ops import select
+from sglang_dsa_plugin.kernels.cuda import tables
+from tests.cpu.kernels import cuda_emulation
+from tests.cpu.kernels.cuda_emulation import assert_picks
 from tests.cpu.ops import selection_inputs
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build it with"),
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fibers by ucontext"),
-]
+pytestmark = cuda_emulation.needs
 
-RUN = """
-extern "C" bool run(const float* scores, long long stride, const void* lengths, const void* starts, int* out,
-                    int* slots_out, const void* table, long long table_stride, const void* requests,
-                    const void* offsets, int width, int k, int init, int local, int wide, int rows, int seed) {
-    return emulate(rows, seed, [=] {
-        select_rows(scores, stride, lengths, starts, out, slots_out, table, table_stride, requests, offsets, width, k,
-                    init, local, wide);
-    });
-}
-"""
 # (threads, cluster, held): each way through the source with few threads, then what is launched on an H200.
 SMALL = [(128, 2, 4), (256, 1, 0), (128, 8, 4)]
 MORE = [(128, 4, 0), (128, 16, 1), (1024, 2, 4), (512, 8, 8), (512, 4, 4)]
@@ -45,48 +28,9 @@ FORCED = [(0, 0), (4, 64), (0, 3), (100, 1000), (5000, 5)]
 def form(request, tmp_path_factory):
     """(the kernel with the arguments of select.cu, rows and a seed; the most columns it holds)."""
     threads, cluster, held = request.param
-    there = Path(program.__file__).parent
-    source, shared = program._text(cuda_select.SOURCE), "__shared__ __align__(16) Shared sh;"
-    ptx = (there / "cluster.cuh").read_text()
-    assert source.count(shared) == source.count(ptx) == 1
-    source = source.replace(ptx, "").replace(shared, "Shared& sh = *(Shared*)shared_memory();")
-    defines = cuda_select.defines(tables.SelectShape(threads, cluster, held, 1), cuda_select.BOTH, 64)
-    built = tmp_path_factory.mktemp("emulated") / "select.so"
-    options = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
-    macros = [f"-D{name}={value}" for name, value in defines.items()]
-    subprocess.run(
-        ["g++", *options, *macros, "-o", str(built), "-x", "c++", "-"],
-        input=(Path(__file__).parent / "cuda_emulation.h").read_text() + source + RUN,
-        check=True,
-        text=True,
-    )
-    run = ctypes.CDLL(str(built)).run
-    number, address, wide = ctypes.c_int, ctypes.c_void_p, ctypes.c_longlong
-    run.argtypes = [address, wide, *[address] * 5, wide, address, address, *[number] * 7]
-    run.restype = ctypes.c_bool
+    form = cuda_select.form(tables.SelectShape(threads, cluster, held, 1), cuda_select.BOTH, 64)
+    run = cuda_emulation.build(tmp_path_factory.mktemp("emulated"), form, "__shared__ __align__(16) Shared sh;")
     return run, 4 * threads * cluster * (held or 6)
-
-
-def assert_picks(run, scores, lengths, k, starts=None, forced=(0, 0), offsets=None, wide=0, seed=0):
-    """Positions and slots of one emulated launch are those of the torch implementation. wide: which are int64."""
-    rows, width = scores.shape
-    init = min(forced[0], k)
-    local = min(forced[1], k - init)
-    g = torch.Generator().manual_seed(seed)
-    table, owner = torch.randint(0, 99999, (3, width // 64 + 2), generator=g), torch.arange(rows) % 3
-    given = [
-        None if t is None else t.to(torch.int64 if wide >> bit & 1 else torch.int32).contiguous()
-        for bit, t in enumerate((lengths, starts, table, owner, offsets))
-    ]
-    lengths, starts, table, owner, offsets = given
-    out, slots = torch.full((2, rows, k), 7, dtype=torch.int32)
-    at = [None if t is None else t.data_ptr() for t in (lengths, starts, out, slots, table, owner, offsets)]
-    more = (width, k, init, local, wide, rows, seed)
-    assert run(scores.data_ptr(), scores.stride(0), *at[:5], table.stride(0), *at[5:], *more), "threads wait forever"
-    want = select.topk(scores, lengths, k, starts, *forced, impl="torch")
-    moved = want if offsets is None else torch.where(want >= 0, want + offsets.unsqueeze(1), -1)
-    assert torch.equal(out, moved.int())
-    assert torch.equal(slots, select.positions_to_slots(want, table, owner, 64, impl="torch"))
 
 
 @pytest.mark.parametrize("kind", selection_inputs.KINDS)

@@ -1,5 +1,7 @@
 """Launches of the CUDA C++ selection: every row's blocks run at once, a row's columns are covered, limits are kept."""
 
+import itertools
+
 import pytest
 
 from sglang_dsa_plugin.kernels.cuda import tables
@@ -35,9 +37,30 @@ def test_where_the_kernel_is_taken_unasked():
     def taken(gpu=H200, rows=16, width=65536, k=2048, page_size=64):
         return tables.prefers_select(gpu, rows, width, k, page_size)
 
-    assert taken() and taken(rows=255) and taken(k=4096)
-    assert not taken(rows=0) and not taken(rows=256) and not taken(k=4097) and not taken(width=2048)
+    assert taken() and taken(rows=255) and taken(rows=4096) and taken(k=4096)
+    assert not taken(rows=0) and not taken(k=4097) and not taken(width=2048) and not taken(width=1 << 21)
     for other in (Gpu("cuda", 80, 108, 163), Gpu("cuda", 100, 148, 227), Gpu("hip", 90, 304, 64), Gpu("cpu", 0, 4, 64)):
         assert not taken(other)
-    # A block's stretch of the page table has a place for 4096 entries.
-    assert not taken(page_size=1) and taken(width=6000, page_size=1) and not taken(rows=255, width=1 << 20)
+
+
+def test_a_page_table_too_long_for_a_cluster_s_block_is_left_in_memory():
+    """A block's stretch of the page table has a place for 4096 entries; that of many rows keeps none."""
+
+    def launch(width, rows=16, page_size=64):
+        return type(tables.launch_shape(H200, rows, width, 2048, page_size))
+
+    assert launch(65536) is launch(6000, page_size=1) is tables.SelectShape
+    assert launch(65536, page_size=1) is launch(1 << 20, rows=255) is launch(65536, rows=256) is tables.ManyShape
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"{gpu.sm}-{gpu.processors}")
+def test_blocks_of_many_rows_fit_and_cover_every_width(gpu):
+    for columns, k in itertools.product((1, 8192, 32771, 131136, 1 << 20), (1, 2048, 2049, 4096)):
+        for width in (columns, columns + 3):
+            shape = tables.many_shape(gpu, width, k)
+            assert shape.serves(width, 64) and 4 * 32 * shape.batch * shape.chunks >= width + 3
+            assert shape.threads * shape.blocks <= 2048 and shape.threads * 4 <= 2048
+            assert shape.shared_bytes <= gpu.shared_kib * 1024
+            assert shape.blocks * (shape.shared_bytes + 1024) <= (gpu.shared_kib + 1) * 1024
+            # Places for the candidates, and for the sample beforehand.
+            assert shape.listed >= 3 * k // 2 and shape.strata * 2 <= shape.listed

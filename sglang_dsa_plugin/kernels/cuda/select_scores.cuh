@@ -1,0 +1,71 @@
+// Parts of select.cu and select_many.cu: the order of scores, how they are read, and the rare way to write picks.
+
+#include "cluster.cuh"
+
+#define WARPS (THREADS / 32)
+#define ALL 0xffffffffu
+#define POSITIONS 0           // what is written: positions, slots, or positions and slots
+#define SLOTS 1
+#define BOTH 2
+#define INT_MAX 0x7fffffff
+#define INT_MIN (-0x7fffffff - 1)
+#define NAN_KEY (-0x7fffffff)
+#define INF_KEY 0x7f800000
+
+// What a block knows of its row. Element u of `base`, aligned to 16 bytes, is position u - shift of the window.
+struct Stretch {
+    const float* base;
+    int shift;
+    int first, end;           // elements that compete: forced picks do not
+    int vector;               // this thread's first
+    int steps;                // this warp's: vectors of 32 threads
+    bool edge;                // some of this warp's elements do not compete
+};
+
+__device__ __forceinline__ int load_int(const void* p, long long i, bool wide) {
+    return wide ? (int)__ldg((const long long*)p + i) : __ldg((const int*)p + i);
+}
+
+// Score order as integer order; -0.0 and 0.0 share a key, all NaN share the lowest.
+__device__ __forceinline__ int order_key(float x) {
+    const int bits = __float_as_int(x), sign = bits >> 31;
+    const int key = (bits ^ (sign & 0x7fffffff)) - sign;
+    return x != x ? NAN_KEY : key;
+}
+
+__device__ __forceinline__ float score_of(int key) {
+    return key == NAN_KEY ? __int_as_float(0x7fc00000) : __int_as_float(key < 0 ? (key - 1) ^ 0x7fffffff : key);
+}
+
+__device__ __forceinline__ bool competes(const Stretch& r, int u) { return u >= r.first && u < r.end; }
+
+// NaN in place of elements that do not compete.
+__device__ __forceinline__ void cut(const Stretch& r, int vector, float4& x) {
+    const float none = __int_as_float(0x7fc00000);
+    const int u = 4 * vector;
+    x.x = competes(r, u) ? x.x : none;
+    x.y = competes(r, u + 1) ? x.y : none;
+    x.z = competes(r, u + 2) ? x.z : none;
+    x.w = competes(r, u + 3) ? x.w : none;
+}
+
+// Four scores at once. The caller says that groups of four can be read whole at both ends of a row.
+__device__ __forceinline__ float4 load_scores(const Stretch& r, int vector) {
+    const float none = __int_as_float(0x7fc00000);
+    return 4 * vector < r.end ? __ldg((const float4*)r.base + vector) : make_float4(none, none, none, none);
+}
+
+// f(element, score), reading the scores again: for what is rare and has to stay out of the usual path's way.
+template <class F>
+__device__ __forceinline__ void reread(const Stretch& r, F f) {
+#pragma unroll 1
+    for (int s = 0; s < r.steps; s++) {
+        const int vector = r.vector + 32 * s;
+        float4 x = load_scores(r, vector);
+        cut(r, vector, x);
+        f(4 * vector, x.x);
+        f(4 * vector + 1, x.y);
+        f(4 * vector + 2, x.z);
+        f(4 * vector + 3, x.w);
+    }
+}

@@ -1,0 +1,89 @@
+"""Selection in CUDA C++ built by g++ with every CUDA thread a fiber (cuda_emulation.h), and held to torch's picks."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_dsa_plugin.kernels.cuda import program
+from sglang_dsa_plugin.kernels.cuda.select import Form
+from sglang_dsa_plugin.ops import select
+
+needs = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build it with"),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fibers by ucontext"),
+]
+
+RUN = """
+extern "C" bool run(const float* scores, long long stride, const void* lengths, const void* starts, int* out,
+                    int* slots_out, const void* table, long long table_stride, const void* requests,
+                    const void* offsets, int width, int k, int init, int local, int wide, int rows, int seed) {
+    return emulate(rows, seed, [=] {
+        KERNEL(scores, stride, lengths, starts, out, slots_out, table, table_stride, requests, offsets, width, k, init,
+               local, wide);
+    });
+}
+"""
+
+
+def build(folder: Path, form: Form, shared: str) -> Callable[..., bool]:
+    """The kernel with its own arguments, rows and a seed. shared: what declares its shared memory, `sh`."""
+    file, kernel, defines, _ = form
+    source = program._text(file)
+    for name in ("cluster.cuh", "compare.cuh", "copies.cuh"):
+        source = source.replace(Path(program.__file__).with_name(name).read_text(), "")
+    assert source.count(shared) == 1 and "asm" not in source
+    source = source.replace(shared, "Shared& sh = *(Shared*)shared_memory();")
+    built = folder / "select.so"
+    options = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
+    macros = [f"-D{name}={value}" for name, value in defines.items()]
+    subprocess.run(
+        ["g++", *options, *macros, "-o", str(built), "-x", "c++", "-"],
+        input=Path(__file__).with_name("cuda_emulation.h").read_text() + source + RUN.replace("KERNEL", kernel),
+        check=True,
+        text=True,
+    )
+    run = ctypes.CDLL(str(built)).run
+    number, address, wide = ctypes.c_int, ctypes.c_void_p, ctypes.c_longlong
+    run.argtypes = [address, wide, *[address] * 5, wide, address, address, *[number] * 7]
+    run.restype = ctypes.c_bool
+    return run
+
+
+def assert_picks(
+    run: Callable[..., bool],
+    scores: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    starts: torch.Tensor | None = None,
+    forced: tuple[int, int] = (0, 0),
+    offsets: torch.Tensor | None = None,
+    wide: int = 0,
+    seed: int = 0,
+) -> None:
+    """Positions and slots of one emulated launch are those of the torch implementation. wide: which are int64."""
+    rows, width = scores.shape
+    init = min(forced[0], k)
+    local = min(forced[1], k - init)
+    g = torch.Generator().manual_seed(seed)
+    table, owner = torch.randint(0, 99999, (3, width // 64 + 2), generator=g), torch.arange(rows) % 3
+    given = [
+        None if t is None else t.to(torch.int64 if wide >> bit & 1 else torch.int32).contiguous()
+        for bit, t in enumerate((lengths, starts, table, owner, offsets))
+    ]
+    lengths, starts, table, owner, offsets = given
+    out, slots = torch.full((2, rows, k), 7, dtype=torch.int32)
+    at = [None if t is None else t.data_ptr() for t in (lengths, starts, out, slots, table, owner, offsets)]
+    more = (width, k, init, local, wide, rows, seed)
+    assert run(scores.data_ptr(), scores.stride(0), *at[:5], table.stride(0), *at[5:], *more), "threads wait forever"
+    want = select.topk(scores, lengths, k, starts, *forced, impl="torch")
+    moved = want if offsets is None else torch.where(want >= 0, want + offsets.unsqueeze(1), -1)
+    assert torch.equal(out, moved.int())
+    assert torch.equal(slots, select.positions_to_slots(want, table, owner, 64, impl="torch"))

@@ -1,0 +1,66 @@
+"""select_many.cu on a CPU, built by g++ with every CUDA thread a fiber (cuda_emulation.h): picks bit for bit.
+
+What this cannot see is memory that only a GPU orders; tests/gpu/test_cuda_select_many.py runs it there.
+"""
+
+import random
+
+import pytest
+import torch
+
+from sglang_dsa_plugin.kernels.cuda import select as cuda_select
+from sglang_dsa_plugin.kernels.cuda import tables
+from sglang_dsa_plugin.kernels.triton.index_tables import Gpu
+from tests.cpu.kernels import cuda_emulation
+from tests.cpu.kernels.cuda_emulation import assert_picks
+from tests.cpu.ops import selection_inputs
+
+pytestmark = cuda_emulation.needs
+
+SHARED = "extern __shared__ __align__(128) char shared[];\n    Shared& sh = *(Shared*)shared;"
+FORCED = [(0, 0), (4, 64), (0, 3), (100, 1000), (5000, 5)]
+# (threads, batch, strata, listed): lists that are often too short or too long, and one of a usual length.
+FORMS = [(128, 4, 64, 1024), (256, 8, 512, 2048)]
+
+
+@pytest.fixture(scope="module", params=FORMS, ids=str)
+def form(request, tmp_path_factory):
+    threads, batch, strata, listed = request.param
+    form = cuda_select.form(tables.ManyShape(threads, 1, batch, strata, listed, 64, False), cuda_select.BOTH, 64)
+    run = cuda_emulation.build(tmp_path_factory.mktemp("emulated"), form, SHARED)
+    return run, listed
+
+
+@pytest.mark.parametrize("kind", selection_inputs.KINDS)
+def test_all_kinds_of_scores(form, kind):
+    run, listed = form
+    width = 6 * listed + 77
+    scores = selection_inputs.scores(kind, 4, width, torch.Generator().manual_seed(1))
+    k = listed * 5 // 8
+    assert_picks(run, scores, torch.tensor([width, width - 4, width // 2, max(k + 1, listed - 9)]), k, seed=3)
+
+
+@pytest.mark.parametrize("trial", range(12))
+def test_windows_forced_tokens_offsets_and_widths(form, trial):
+    run, listed = form
+    number = random.Random(trial)
+    width = number.randrange(2, 8 * listed)
+    k = number.choice([1, 64, number.randrange(1, listed * 5 // 8)])
+    kind = number.choice(list(selection_inputs.KINDS))
+    scores = selection_inputs.scores(kind, 4, width, torch.Generator().manual_seed(trial))
+    starts = torch.tensor([number.randrange(width // 3 + 1) for _ in range(4)]) if trial % 2 else None
+    room = width - (torch.zeros(4, dtype=torch.int64) if starts is None else starts)
+    lengths = torch.minimum(torch.tensor([width, k, k + 1, number.randrange(width + 1)]), room)
+    offsets = torch.tensor([0, 5, 10**6, 77]) if trial % 3 == 0 else None
+    forced = number.choice(FORCED)
+    assert_picks(run, scores, lengths, k, starts, forced, offsets, wide=number.randrange(32), seed=trial)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("width", "k"), [(32768, 2048), (40000, 4096), (65536, 2048)])
+def test_what_is_launched_on_an_h200(tmp_path, width, k):
+    shape = tables.many_shape(Gpu("cuda", 90, 132, 227), width + 3, k)
+    run = cuda_emulation.build(tmp_path, cuda_select.form(shape, cuda_select.BOTH, 64), SHARED)
+    for kind in ("sum of relus", "mostly zeros", "thousands of values", "bursts", "mostly NaN", "any bits"):
+        scores = selection_inputs.scores(kind, 3, width, torch.Generator().manual_seed(1))
+        assert_picks(run, scores, torch.tensor([width, width - 5, k + 1]), k, seed=3)

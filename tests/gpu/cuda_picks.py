@@ -1,0 +1,63 @@
+"""What a launch of the CUDA C++ selection is held to: positions and slots, both bit for bit."""
+
+import pytest
+import torch
+
+from sglang_dsa_plugin.kernels.cuda import select as cuda_select
+from sglang_dsa_plugin.ops import select
+from tests.gpu import selection_checks
+
+K = 2048
+
+
+def generator(seed=0):
+    return torch.Generator("cuda").manual_seed(seed)
+
+
+def ints(low, high, *shape, seed=0):
+    return torch.randint(low, high, shape, device="cuda", generator=generator(seed), dtype=torch.int32)
+
+
+def lengths_of(width, rows, k=K):
+    """All, all but one, k + 1, k, none, one, and others."""
+    lengths = ints(0, width + 1, rows, seed=rows)
+    first = torch.tensor([width, width - 1, k + 1, k, 0, 1], device="cuda").clamp(0, width)
+    lengths[: len(first)] = first[:rows]
+    return lengths
+
+
+def launched(monkeypatch):
+    """Fails where the Triton kernels are taken instead."""
+
+    def instead(*_given, **_more):
+        pytest.fail("the selection went to Triton")
+
+    monkeypatch.setattr(cuda_select.triton_select, "select_rows", instead)
+
+
+def assert_picks(scores, lengths, k=K, starts=None, forced=(0, 0), offsets=None, shape=None, repeats=1):
+    """Positions and slots of one launch, both as they should be."""
+    rows, width = scores.shape
+    table = ints(0, 99999, 3, width // 64 + 1, seed=width)
+    owner = torch.arange(rows, device="cuda") % 3
+    if starts is None and forced == (0, 0):
+        want = selection_checks.by_sorting(scores, lengths, k)
+    else:
+        want = select.topk(scores, lengths, k, starts, *forced, impl="torch")
+    slots = select.positions_to_slots(want, table, owner, impl="torch")
+    moved = want if offsets is None else torch.where(want >= 0, want + offsets.unsqueeze(1), -1).int()
+    for _ in range(repeats):
+        beside = torch.full_like(want, 7)
+        got = cuda_select.select_rows(
+            scores,
+            lengths,
+            k,
+            starts,
+            *forced,
+            slots=(table, owner, 64),
+            offsets=offsets,
+            slots_out=beside,
+            shape=shape,
+        )
+        assert torch.equal(got, moved)
+        assert torch.equal(beside, slots)
