@@ -96,12 +96,14 @@ def test_heads_and_widths(caches, layout, heads, k):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rows", [2, 64, 300])
-def test_batches_with_a_sink(caches, layout, rows):
+@pytest.mark.parametrize(("rows", "heads"), [(2, 16), (64, 16), (300, 16), (2, 64), (300, 128)])
+def test_batches_with_a_sink(caches, layout, rows, heads):
     slots = picks(rows, 2048 if rows < 300 else 200)
     slots[1] = -1
     slots[rows // 2, 17:] = -1
-    check(queries(rows, 16), caches[layout], slots, layout, torch.randn(16, device="cuda", generator=generator(4)))
+    check(
+        queries(rows, heads), caches[layout], slots, layout, torch.randn(heads, device="cuda", generator=generator(4))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -126,62 +128,68 @@ def test_queries_in_two_strided_parts(caches, layout, rows, heads):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_junk_past_the_length_and_slots_out_of_range_change_nothing(caches, layout):
-    kv, q = caches[layout], queries(80, 16)
+@pytest.mark.parametrize("heads", [16, 64])
+def test_junk_past_the_length_and_slots_out_of_range_change_nothing(caches, layout, heads):
+    kv, q = caches[layout], queries(80, heads)
     slots = picks(80, 512)
     lengths = torch.arange(80, device="cuda", dtype=torch.int32) * 6
     want = reference(q, kv, slots, layout, lengths=lengths)
     behind = torch.arange(512, device="cuda") >= lengths[:, None]
     for junk in (-1, N, 2**31 - 1, -(2**31), 7):
         filled = slots.masked_fill(behind, junk)
-        for plan in plans(16, 512):
+        for plan in plans(heads, 512):
             assert_attention(run(q, kv, filled, layout, lengths=lengths, plan=plan), want)
             if junk != 7:
                 assert_attention(run(q, kv, filled, layout, plan=plan), want)
 
 
-def test_a_row_without_picks_reads_nothing_and_gives_zero(caches):
+@pytest.mark.parametrize("heads", [16, 64])
+def test_a_row_without_picks_reads_nothing_and_gives_zero(caches, heads):
     kv = caches["bf16_1152"].clone()
     kv.fill_(math.nan)
     for junk in (-1, N):
         slots = torch.full((5, 2048), junk, device="cuda", dtype=torch.int32)
-        for plan in plans(16, 2048):
-            out, lse = run(queries(5, 16), kv, slots, "bf16_1152", plan=plan)
+        for plan in plans(heads, 2048):
+            out, lse = run(queries(5, heads), kv, slots, "bf16_1152", plan=plan)
             assert (out == 0).all() and (lse == -math.inf).all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rows", [1, 40])
-def test_a_nan_is_seen_where_it_is_picked_and_nowhere_else(caches, layout, rows):
+@pytest.mark.parametrize(("rows", "heads"), [(1, 16), (40, 16), (1, 64), (140, 64)])
+def test_a_nan_is_seen_where_it_is_picked_and_nowhere_else(caches, layout, rows, heads):
     kv = caches[layout].clone()
     kv.view(torch.uint8)[11, 4:6] = 0xFF
     slots = picks(rows + 1, 300)
     slots[slots == 11] = 12
     slots[:, 50:90] = -1
     slots[rows, 200] = 11
-    for plan in plans(16, 300):
-        out, lse = run(queries(rows + 1, 16), kv, slots, layout, plan=plan)
+    for plan in plans(heads, 300):
+        out, lse = run(queries(rows + 1, heads), kv, slots, layout, plan=plan)
         assert not out[:rows].isnan().any() and not lse[:rows].isnan().any()
         assert out[rows].isnan().any(1).all() and lse[rows].isnan().all()
 
 
-def test_block_scales_of_any_kind_and_every_code(caches):
+@pytest.mark.parametrize("heads", [16, 64])
+def test_block_scales_of_any_kind_and_every_code(caches, heads):
     kv = caches["fp8_656"][:4096].clone()
     scales = torch.tensor([0.3, 1.7, 0.011, 2.0**-9], device="cuda")
     kv[:, 512:528] = (scales * torch.rand(4096, 4, device="cuda", generator=generator(5))).view(torch.uint8)
     codes = torch.arange(256, device="cuda", dtype=torch.uint8)
     codes[(codes & 0x7F) == 0x7F] = 0
     kv[5, :512] = codes.repeat(2)
-    slots = picks(9, 700, count=4096)
-    slots[:, 3] = 5
-    check(queries(9, 16) * 0.02, kv, slots, "fp8_656")
+    for row, odd in enumerate(([0.0, 1.0, 1e-30, 2.0], [1.0, 0.0, 0.0, 0.0], [0.0] * 4), 6):
+        kv[row, 512:528] = torch.tensor(odd, device="cuda").view(torch.uint8)
+    slots = picks(20, 700, count=4096)
+    slots[:, 3:7] = torch.arange(5, 9)
+    check(queries(20, heads) * 0.02, kv, slots, "fp8_656")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_few_picks_that_share_the_weight(caches, layout):
+@pytest.mark.parametrize("heads", [16, 64])
+def test_few_picks_that_share_the_weight(caches, layout, heads):
     slots = torch.full((64, 2048), -1, device="cuda", dtype=torch.int32)
     slots[:, 5:2000:400] = picks(64, 5)
-    check(queries(64, 16) * 0.05, caches[layout], slots, layout)
+    check(queries(64, heads) * 0.05, caches[layout], slots, layout)
 
 
 @pytest.mark.parametrize("heads", [1, 7, 8, 13, 16, 24, 32, 64])
@@ -214,7 +222,7 @@ def test_rows_past_two_to_the_31_bytes_and_elements():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("rows", "heads"), [(1, 16), (7, 8), (64, 16), (3, 128), (300, 16)])
+@pytest.mark.parametrize(("rows", "heads"), [(1, 16), (7, 8), (64, 16), (3, 128), (300, 16), (140, 128)])
 def test_results_repeat_bit_for_bit(caches, layout, rows, heads):
     q, slots = queries(rows, heads), picks(rows, 2051)
     slots[0, 100:1900] = -1
@@ -226,14 +234,15 @@ def test_results_repeat_bit_for_bit(caches, layout, rows, heads):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_inside_a_cuda_graph_with_new_inputs(caches, layout):
-    q, slots = queries(16, 16), picks(16, 2048)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_inside_a_cuda_graph_with_new_inputs(caches, layout, heads):
+    q, slots = queries(16, heads), picks(16, 2048)
     run(q, caches[layout], slots, layout)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = run(q, caches[layout], slots, layout)
     for seed in (7, 8):
-        q.copy_(queries(16, 16, seed))
+        q.copy_(queries(16, heads, seed))
         slots.copy_(picks(16, 2048, seed))
         slots[3, seed:] = -1
         graph.replay()

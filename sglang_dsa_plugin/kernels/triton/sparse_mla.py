@@ -93,7 +93,9 @@ def sparse_mla(
         **pdl.options(early),
     )
     grid = (rows * plan.splits * triton.cdiv(heads, plan.block_h),)
-    if plan.kernel == "hopper":
+    if plan.kernel == "wide":
+        _wide(grid, q, q_rope, views, arguments)
+    elif plan.kernel == "hopper":
         _hopper(grid, q, q_rope, views, plan, arguments)
     else:
         gather_kernel[grid](
@@ -147,6 +149,20 @@ def _hopper(
             STAGES=plan.stages,
             **arguments,
         )
+
+
+def _wide(
+    grid: tuple[int], q: torch.Tensor, q_rope: torch.Tensor, views: RowViews, arguments: dict[str, object]
+) -> None:
+    # Imported late, as above.
+    from sglang_dsa_plugin.kernels.triton import sparse_mla_hopper_wide, sparse_mla_hopper_wide_fp8
+
+    if views.nope_words:
+        sparse_mla_hopper_wide_fp8.gather_fp8_wide[grid](
+            q, q_rope, views.nope, views.scales, HAS_SCALES=views.has_scales, **arguments
+        )
+    else:
+        sparse_mla_hopper_wide.gather_bf16_wide[grid](q, q_rope, views.nope, **arguments)
 
 
 def _merge(

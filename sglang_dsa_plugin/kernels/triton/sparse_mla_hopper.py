@@ -100,8 +100,7 @@ def softmax_step(s, valid, scale_log2, m, total):
 
 @gluon.jit
 def finish(m, total, sink_ptr, lse_ptr, row, split, splits, head, heads, value_scale, HAS_SINK: gl.constexpr, PARTIAL):
-    """Writes lse; returns the factor [H] that turns the sums into the output."""
-    total = gl.sum(total, axis=0)
+    """Writes lse; returns the factor that turns the sums into the output. m, total (of the weights), head: [H]."""
     # A sum of weights is NaN when a row holds NaN, and must stay so.
     some = (m > float("-inf")) | (total != total)
     safe = gl.where(some, total, 1.0)
@@ -297,6 +296,7 @@ def gather_bf16(
     let_next_start(PDL)
 
     head = tile * BLOCK_H + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(0, MMA))
+    total = gl.sum(total, axis=0)
     weight = finish(m, total, sink_ptr, lse_ptr, row, split, splits, head, heads, value_scale, HAS_SINK, PARTIAL)
     if JOINED:
         acc = gl.sum(gl.reshape(acc, [512, 2, BLOCK_H]), axis=1)

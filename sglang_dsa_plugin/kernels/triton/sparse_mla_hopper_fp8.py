@@ -25,7 +25,7 @@ from sglang_dsa_plugin.kernels.triton.sparse_mla_hopper import (
 
 
 @gluon.jit
-def _to_f16(codes):
+def to_f16(codes):
     """int32 [n, w] of four e4m3 codes each -> int32 [n, 2 * w] of two f16 values each, exact; NaN stays NaN."""
     low, high = gl.inline_asm_elementwise(
         """
@@ -46,7 +46,7 @@ def _to_f16(codes):
 
 
 @gluon.jit
-def _spread(x):
+def spread(x):
     """Columns of x [n, w], eighths of two halves each, -> all first halves, then all second halves.
 
     A thread decodes 16 neighbouring codes to 32 bytes. Stored in place, eight threads would meet in half of the banks.
@@ -59,19 +59,19 @@ def _spread(x):
 
 @gluon.jit
 def _gathered(acc):
-    """Undoes `_spread` on the rows of acc [128, H]."""
+    """Undoes `spread` on the rows of acc [128, H]."""
     HEADS: gl.constexpr = acc.shape[1]
     return gl.reshape(gl.permute(gl.reshape(acc, [2, 8, 8, HEADS]), (1, 0, 2, 3)), [128, HEADS])
 
 
 @gluon.jit
-def _row_max(x):
+def row_max(x):
     """Largest magnitude per head: f32 [H]."""
     return gl.max(gl.abs(x.to(gl.float32)), axis=1)
 
 
 @gluon.jit
-def _lift(largest):
+def lift(largest):
     """Powers of two that bring `largest` to 2^14 .. 2^15, where f16 holds a bf16 q exactly, and back: f32 [H] each."""
     exponent = gl.maximum(largest.to(gl.int32, bitcast=True) >> 23, 15)
     up = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
@@ -80,7 +80,7 @@ def _lift(largest):
 
 
 @gluon.jit
-def _lifted(x, up):
+def lifted(x, up):
     return (x.to(gl.float32) * gl.expand_dims(up, 1)).to(gl.float16)
 
 
@@ -177,22 +177,22 @@ def gather_fp8(
     q2 = q_columns(q_ptr, row, head, heads, q_row_stride, q_head_stride, 256, 128, COPY)
     q3 = q_columns(q_ptr, row, head, heads, q_row_stride, q_head_stride, 384, 128, COPY)
     qr = q_columns(q_rope_ptr, row, head, heads, q_rope_row_stride, q_rope_head_stride, 0, 64, COPY)
-    largest = gl.maximum(gl.maximum(_row_max(q0), _row_max(q1)), gl.maximum(_row_max(q2), _row_max(q3)))
+    largest = gl.maximum(gl.maximum(row_max(q0), row_max(q1)), gl.maximum(row_max(q2), row_max(q3)))
     if not HAS_SCALES:
-        largest = gl.maximum(largest, _row_max(qr))
-    up, down = _lift(largest)
+        largest = gl.maximum(largest, row_max(qr))
+    up, down = lift(largest)
     if not HAS_SCALES:
-        qr = _lifted(qr, up)
+        qr = lifted(qr, up)
     # Separate buffers, so that the compiler sees that no store touches another one and needs no barrier between them.
     q0_shared = gl.allocate_shared_memory(gl.float16, [1, BLOCK_H, 128], KEYS)
     q1_shared = gl.allocate_shared_memory(gl.float16, [1, BLOCK_H, 128], KEYS)
     q2_shared = gl.allocate_shared_memory(gl.float16, [1, BLOCK_H, 128], KEYS)
     q3_shared = gl.allocate_shared_memory(gl.float16, [1, BLOCK_H, 128], KEYS)
     qr_shared = gl.allocate_shared_memory(qr.dtype, [1, BLOCK_H, 64], KEYS)
-    q0_shared.index(0).store(_spread(_lifted(q0, up)))
-    q1_shared.index(0).store(_spread(_lifted(q1, up)))
-    q2_shared.index(0).store(_spread(_lifted(q2, up)))
-    q3_shared.index(0).store(_spread(_lifted(q3, up)))
+    q0_shared.index(0).store(spread(lifted(q0, up)))
+    q1_shared.index(0).store(spread(lifted(q1, up)))
+    q2_shared.index(0).store(spread(lifted(q2, up)))
+    q3_shared.index(0).store(spread(lifted(q3, up)))
     qr_shared.index(0).store(qr)
     down = gl.expand_dims(gl.convert_layout(down, gl.SliceLayout(0, MMA)), 0)
     k0_shared = gl.allocate_shared_memory(gl.float16, [1, 64, 128], KEYS)
@@ -236,14 +236,14 @@ def gather_fp8(
         p1 = p1_shared.index(only)
         p2 = p2_shared.index(only)
         p3 = p3_shared.index(only)
-        k0._reinterpret(gl.int32, [64, 64], KEY_WORDS).store(_spread(_to_f16(w0)))
-        k1._reinterpret(gl.int32, [64, 64], KEY_WORDS).store(_spread(_to_f16(w1)))
-        k2._reinterpret(gl.int32, [64, 64], KEY_WORDS).store(_spread(_to_f16(w2)))
-        k3._reinterpret(gl.int32, [64, 64], KEY_WORDS).store(_spread(_to_f16(w3)))
+        k0._reinterpret(gl.int32, [64, 64], KEY_WORDS).store(spread(to_f16(w0)))
+        k1._reinterpret(gl.int32, [64, 64], KEY_WORDS).store(spread(to_f16(w1)))
+        k2._reinterpret(gl.int32, [64, 64], KEY_WORDS).store(spread(to_f16(w2)))
+        k3._reinterpret(gl.int32, [64, 64], KEY_WORDS).store(spread(to_f16(w3)))
         if HAS_SCALES:
             kr._reinterpret(gl.int32, [64, 32], KEY_WORDS).store(wr)
         else:
-            kr._reinterpret(gl.int32, [64, 32], KEY_WORDS).store(_to_f16(wr))
+            kr._reinterpret(gl.int32, [64, 32], KEY_WORDS).store(to_f16(wr))
         w0 = _words(words_ptr, slot, valid, kv_stride, 0, 32, WORDS)
         w1 = _words(words_ptr, slot, valid, kv_stride, 32, 32, WORDS)
         w2 = _words(words_ptr, slot, valid, kv_stride, 64, 32, WORDS)
@@ -307,6 +307,7 @@ def gather_fp8(
     let_next_start(PDL)
 
     head = tile * BLOCK_H + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(0, MMA))
+    total = gl.sum(total, axis=0)
     weight = finish(m, total, sink_ptr, lse_ptr, row, split, splits, head, heads, unit, HAS_SINK, PARTIAL)
     keep = (end > first) | (not PARTIAL)
     store_columns(

@@ -9,7 +9,12 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from sglang_dsa_plugin.kernels.triton import sparse_mla_hopper, sparse_mla_hopper_fp8
+from sglang_dsa_plugin.kernels.triton import (
+    sparse_mla_hopper,
+    sparse_mla_hopper_fp8,
+    sparse_mla_hopper_wide,
+    sparse_mla_hopper_wide_fp8,
+)
 from sglang_dsa_plugin.kernels.triton import sparse_mla_tiles as tiles
 from sglang_dsa_plugin.kernels.triton.sparse_mla_gather import gather_kernel
 from sglang_dsa_plugin.kernels.triton.sparse_mla_merge import merge_kernel
@@ -130,6 +135,23 @@ def test_hopper_fp8(layout, rows):
     target, types = GPUTarget("cuda", 90, 32), pointers(layout, partial)
     kernel = built(sparse_mla_hopper_fp8.gather_fp8, target, constants, types, plan, gluon=True)
     assert plan.kernel == "hopper" and 2 * (kernel.metadata.shared + 1024) <= 228 << 10
+
+
+@pytest.mark.parametrize("layout", ["bf16_1152", "fp8_656", "fp8_576"])
+@pytest.mark.parametrize("rows", [16, 4096])
+def test_hopper_of_many_heads(layout, rows):
+    plan = tiles.choose(90, 132, layout, rows, 128, 2048, True, 1)
+    partial = plan.splits > 1
+    constants = flags(partial, 90, 512) | dict(BLOCK_H=plan.block_h)
+    module, name = sparse_mla_hopper_wide, "gather_bf16_wide"
+    if layout != "bf16_1152":
+        module, name = sparse_mla_hopper_wide_fp8, "gather_fp8_wide"
+        constants |= dict(HAS_SCALES=layout == "fp8_656")
+    target, types = GPUTarget("cuda", 90, 32), pointers(layout, partial)
+    kernel = built(getattr(module, name), target, constants, types, plan, gluon=True)
+    assert plan.kernel == "wide" and kernel.metadata.shared <= tiles.SHARED_BYTES[90]
+    # Sixteen warps fit into the registers of a multiprocessor with no more than this.
+    assert layout != "bf16_1152" or ".maxnreg 128" in kernel.asm["ptx"]
 
 
 @pytest.mark.parametrize("target", [("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)], ids=lambda t: str(t[1]))
