@@ -71,11 +71,11 @@ def run(q, kv, slots, layout, sink=None, lengths=None, plan=None):
 def plans(heads, k):
     """The table's choice, and the portable kernel with and without splits."""
     block = 16 if heads <= 16 else 32
-    whole = -(-k // 32) * 32
+    block_n, warps = (64, 8) if heads > 64 else (32, 4)
     return [
         None,
         tiles.Plan("gather", block, 32, 4, 2, 256, -(-k // 256)),
-        tiles.Plan("gather", block, 32, 4, 2, whole, 1),
+        tiles.Plan("gather", block, block_n, warps, 2, -(-k // block_n) * block_n, 1),
     ]
 
 

@@ -89,7 +89,7 @@ def test_portable_on_nvidia(sm, layout, rows, heads):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("sm", [86, 90])
+@pytest.mark.parametrize("sm", [80, 86, 90])
 @pytest.mark.parametrize(
     ("layout", "rows", "heads"),
     [("bf16_1152", 4096, 128), ("fp8_656", 1, 16), ("fp8_576", 1, 8), ("fp8_576", 4096, 32)],
