@@ -84,6 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_many_rows(
         length = min(length, width - start);
     }
     length = max(min(length, width), 0);
+    if (length <= k) let_next_start();
 
     Target to;
     to.out = out + row * k;

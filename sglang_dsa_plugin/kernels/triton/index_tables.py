@@ -137,7 +137,7 @@ class ScoreTiles:
 
 _STREAM_ROWS = 1024  # the streaming kernel plans all rows in every program
 _STREAM_ROWS_PER_REQUEST = 4
-_STREAM_FEW_ROWS = 31
+_STREAM_FEW_ROWS = 16
 
 
 def score_kind(gpu: Gpu, dtype: torch.dtype) -> str:

@@ -12,9 +12,8 @@ import torch
 import triton
 
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM
-from sglang_dsa_plugin.kernels.triton import pdl
+from sglang_dsa_plugin.kernels.triton import index_tables, pdl
 from sglang_dsa_plugin.kernels.triton import sparse_mla_tiles as tiles
-from sglang_dsa_plugin.kernels.triton.index_tables import gpu_of
 from sglang_dsa_plugin.kernels.triton.layouts import RowViews, row_views
 from sglang_dsa_plugin.kernels.triton.sparse_mla_gather import gather_kernel
 from sglang_dsa_plugin.kernels.triton.sparse_mla_merge import merge_kernel
@@ -53,7 +52,7 @@ def sparse_mla(
     if plan is None:
         hopper = sm == 90 and q_parts == 1 and views.unit == 16
         plan = tiles.choose(sm, processors, layout, rows, heads, picks, hopper, q_parts)
-    early = pdl.used(gpu_of(q.device))
+    early = pdl.used(index_tables.gpu_of(q.device))
     if plan.splits > 1:
         part = torch.empty(rows, plan.splits, heads, LATENT_DIM, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(rows, plan.splits, heads, dtype=torch.float32, device=q.device)

@@ -28,6 +28,8 @@ from sglang_dsa_plugin.kernels.triton import (
     sparse_mla,
     sparse_mla_hopper,
     sparse_mla_hopper_fp8,
+    sparse_mla_hopper_wide,
+    sparse_mla_hopper_wide_fp8,
 )
 from sglang_dsa_plugin.kernels.vendor import index_select as vendor_select
 from sglang_dsa_plugin.support import MANY_ROWS
@@ -47,6 +49,8 @@ KERNELS = [
     (sparse_mla, "merge_kernel"),
     (sparse_mla_hopper, "gather_bf16"),
     (sparse_mla_hopper_fp8, "gather_fp8"),
+    (sparse_mla_hopper_wide, "gather_bf16_wide"),
+    (sparse_mla_hopper_wide_fp8, "gather_fp8_wide"),
 ]
 BUDGET, SLOTS = 512 << 20, 4096 * 64
 GRAPHS = [1, 2, 4, 8, *range(12, 257, 4)]
