@@ -169,7 +169,7 @@ _TRITON_ROWS = [
         "sparse_mla",
         "sparse_mla",
         "sparse_mla",
-        also=", on SM 9.0 Gluon up to 32 heads",
+        also=", on SM 9.0 Gluon",
         layouts=frozenset({"bf16_1152", "fp8_656", "fp8_576"}),
         heads=HEADS,
         takes=frozenset({"q_rope"}),

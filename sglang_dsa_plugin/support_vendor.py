@@ -22,10 +22,10 @@ NOT_MEASURED = "; not measured yet, taken by name only"
 # (tuned.py) name them. To move one, add or change its entry.
 MEASURED: dict[tuple[str, str], Where] = {
     ("sparse_mla", "flash_mla"): Where(sm=_HOPPER, heads=_MANY_HEADS, min_rows=MANY_ROWS),
-    # H200, S = 32K, k = 2048, 2026-11-30, microseconds of theirs against ours: bf16 64 heads 18.0 / 22.2 (B = 1),
-    # 30.6 / 65.6 (16), 66.6 / 214 (64), 128 heads 18.9 / 23.2, 36.7 / 111, 70.2 / 399; fp8 64 heads 18.2 / 13.2,
-    # 29.9 / 51.6, 74.5 / 168, 128 heads 18.1 / 18.2, 38.3 / 89.4, 88.6 / 314, prefill of 4096 rows 2841 / 9647 and
-    # 4984 / 19074. What their adapters add takes the small gain of a single row.
+    # H200, S = 32K, k = 2048, 128 heads, 2026-11-30, microseconds of theirs, without what adapters add, against Triton:
+    # bf16 18.7 / 17.2 (B = 1), 36.8 / 39.0 (16), 71.0 / 104 (64), prefill of 4096 rows 4069 / 5977; fp8 18.0 / 20.5,
+    # 38.3 / 56.8, 89.2 / 150, 5010 / 8675. 64 heads were measured with kernels that are gone: 30.6 / 65.6 (bf16, 16
+    # rows), 29.9 / 51.6 (fp8).
     ("sparse_mla", "fa3"): Where(sm=_HOPPER, heads=_MANY_HEADS, min_rows=SOME_ROWS),
     ("sparse_mla", "flash_mla_kv"): Where(sm=_HOPPER, heads=_MANY_HEADS, min_rows=SOME_ROWS),
     ("dense_mha", "fa3"): Where(sm=_HOPPER),

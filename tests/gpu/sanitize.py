@@ -260,6 +260,10 @@ def _more_attention() -> Iterator[Case]:
         ("fp8_656", 16, 140, 64, torch.bfloat16),
         ("fp8_656", 8, 1, 2048, torch.bfloat16),
         ("fp8_576", 16, 140, 64, torch.bfloat16),
+        # Six tiles of picks, so that buffers are used again, and heads that are not there.
+        ("bf16_1152", 72, 140, 330, torch.bfloat16),
+        ("fp8_656", 72, 140, 330, torch.bfloat16),
+        ("fp8_576", 72, 140, 330, torch.bfloat16),
         ("bf16_1152", 5, 3, 100, torch.float32),
         ("fp8_656", 5, 3, 100, torch.float32),
     ):

@@ -57,6 +57,15 @@ def test_numbers_of_rows(monkeypatch):
             assert_picks(selection_inputs.scores(kind, rows, 20000, generator(rows)), lengths_of(20000, rows))
 
 
+@pytest.mark.parametrize("k", [1, 5, 20, 21, 300])
+def test_few_picks_among_the_highest_scores_there_are(monkeypatch, k):
+    launched(monkeypatch)
+    for kind in ("few infinities", "up to infinity", "mostly NaN", "one outlier", "descending"):
+        for width in (32768, 131072):
+            scores = selection_inputs.scores(kind, MANY, width, generator(k))
+            assert_picks(scores, lengths_of(width, MANY, k), k)
+
+
 def test_a_sample_that_misjudges_rows(monkeypatch):
     """Scores alike over a stretch, of which a sample sees few: lists are too short and too long, once or twice."""
     launched(monkeypatch)

@@ -192,6 +192,32 @@ def test_few_picks_that_share_the_weight(caches, layout, heads):
     check(queries(64, heads) * 0.05, caches[layout], slots, layout)
 
 
+@pytest.mark.parametrize("layout", ["fp8_656", "fp8_576"])
+@pytest.mark.parametrize("heads", [16, 64])
+def test_many_small_weights_beside_a_heavy_one(layout, heads):
+    """2047 picks of some 2^-26 each, below what f16 holds, are all that the output is of."""
+    latent, rope = torch.full((2048, 512), 8.0, device="cuda"), torch.zeros(2048, 64, device="cuda")
+    latent[0], rope[0, 0] = 0, 8
+    kv = quant.quantize_latent(latent, rope, layout, kv_scale_of(layout), impl="torch")
+    q = torch.zeros(3, heads, 576, device="cuda", dtype=torch.bfloat16)
+    q[..., 512] = 30.5
+    check(q, kv, torch.arange(2048, device="cuda").int().expand(3, -1).contiguous(), layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("rows", "heads"), [(1, 16), (16, 40), (16, 128), (70, 100)])
+def test_lengths_of_any_size_with_heads_that_fill_no_tile(caches, layout, rows, heads):
+    """As decode has them. A length far past int32 is the whole row, and slots may be int64."""
+    q, slots = queries(rows, heads), picks(rows, 2048)
+    lengths = torch.randint(1, 2049, (rows,), device="cuda", generator=generator(rows))
+    lengths[rows // 2] = 0
+    lengths[0] = 2048
+    check(q, caches[layout], slots, layout, lengths=lengths.int())
+    far = lengths.masked_fill(lengths == 2048, 2**63 - 1)
+    want = reference(q, caches[layout], slots, layout, lengths=lengths)
+    assert_attention(run(q, caches[layout], slots.long(), layout, lengths=far), want)
+
+
 @pytest.mark.parametrize("heads", [1, 7, 8, 13, 16, 24, 32, 64])
 def test_heads_are_those_of_a_wider_run_and_padding_is_inert(caches, heads):
     """Rows with disjoint picks, and NaN in the memory behind the last head."""

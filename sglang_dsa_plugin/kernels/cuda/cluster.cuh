@@ -8,7 +8,8 @@ __device__ __forceinline__ u32 cluster_rank() { u32 r; asm("mov.u32 %0, %%cluste
 __device__ __forceinline__ u32 cluster_id() { u32 r; asm("mov.u32 %0, %%clusterid.x;" : "=r"(r)); return r; }
 
 // Programmatic dependent launch, as in kernels/triton/pdl.py. Behind the wait the kernels ahead are done and their writes
-// seen; every thread, before it touches what another kernel may write or read.
+// seen; every thread, before it touches what another kernel may write or read. And no read-only loads (__ldg, const
+// __restrict__): the compiler moves them ahead of the wait.
 __device__ __forceinline__ void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // From here on the next kernel may take its place, once all blocks have come here or ended.

@@ -25,7 +25,7 @@
 #define FEW_BLOCKS 32  // beside which those of a next kernel find as much room as they want
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_rows(
-    const float* __restrict__ scores, long long stride, const void* lengths, const void* starts, int* out,
+    const float* scores, long long stride, const void* lengths, const void* starts, int* out,
     int* slots_out, const void* table, long long table_stride, const void* requests, const void* offsets, int width,
     int k, int init, int local, int wide  // bits: lengths, starts, table, requests, offsets are int64
 ) {
@@ -167,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_rows(
 #pragma unroll 1
                 for (; few != 0; few &= few - 1) {
                     const int bit = __ffs(few) - 1, u = first + 128 * (bit / 4) + bit % 4;
-                    if (competes(r, u)) list(sh, place.members_before, order_key(__ldg(r.base + u)));
+                    if (competes(r, u)) list(sh, place.members_before, order_key(r.base[u]));
                 }
             }
         );

@@ -12,7 +12,7 @@
 // misjudged the row: a second threshold follows from the list's length. Where that does not help either, as with
 // thousands of equal scores, the row is read digit by digit.
 //
-// Compile-time: THREADS (128 .. 1024), BLOCKS (on a processor), BATCH (vectors of four scores of a chunk that a thread
+// Compile-time: THREADS (128 .. 512), BLOCKS (on a processor), BATCH (vectors of four scores of a chunk that a thread
 // looks at, 4 or 8), STRATA (vectors of the sample), LISTED (candidates), CHUNKS (of a row at most), ONCE (what is read
 // may leave the L2 cache), SHARED (bytes), PAGE (positions of a page), WRITE.
 
@@ -63,7 +63,7 @@ __device__ __noinline__ void select_by_rereading(Shared& sh, Stretch r, Target t
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_many_rows(
-    const float* __restrict__ scores, long long stride, const void* lengths, const void* starts, int* out,
+    const float* scores, long long stride, const void* lengths, const void* starts, int* out,
     int* slots_out, const void* table, long long table_stride, const void* requests, const void* offsets, int width,
     int k, int init, int local, int wide  // bits: lengths, starts, table, requests, offsets are int64
 ) {

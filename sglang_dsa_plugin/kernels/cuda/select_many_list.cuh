@@ -102,8 +102,11 @@ __device__ __forceinline__ Range range_of_edge(Shared& sh, const Threshold& from
         range.least = (int)((u32)range.least + skipped);
         if (reach != 0xffffffffu)
             range.span = min((1u << digit) - 1, range.span - skipped);
-        else  // the last bin has no end
-            range.span = sh.found[0] == BINS - 1 ? (u32)INF_KEY - (u32)range.least : (1u << digit) - 1;
+        else {
+            // The last bin has no end, and no key lies above that of infinity: a range past it would begin with NaN.
+            const u32 most = (u32)INF_KEY - (u32)range.least;
+            range.span = sh.found[0] == BINS - 1 ? most : min((1u << digit) - 1, most);
+        }
         reach = range.span;
     } while (range.members > FEW && range.span > 0);
     return range;

@@ -26,6 +26,9 @@ struct Shared {
     int count, few_count;
 };
 static_assert(sizeof(Shared) <= SHARED, "more shared memory than the launch gives");
+static_assert(BINS / THREADS % 4 == 0, "find_bin reads four counts at a time");
+static_assert(2 * STRATA <= LISTED, "the sample lies where the list does, and short rows fill it");
+static_assert(STRATA < THREADS || STRATA % THREADS == 0, "threads take whole turns at the sample");
 
 struct Target {
     int* out;

@@ -1,4 +1,4 @@
-// Parts of select.cu and select_many.cu: the order of scores, how they are read, and the rare way to write picks.
+// Parts of select.cu and select_many.cu: the order of scores, and how they are read.
 
 #include "cluster.cuh"
 
@@ -23,7 +23,7 @@ struct Stretch {
 };
 
 __device__ __forceinline__ int load_int(const void* p, long long i, bool wide) {
-    return wide ? (int)__ldg((const long long*)p + i) : __ldg((const int*)p + i);
+    return wide ? (int)((const long long*)p)[i] : ((const int*)p)[i];
 }
 
 // Score order as integer order; -0.0 and 0.0 share a key, all NaN share the lowest.
@@ -52,7 +52,7 @@ __device__ __forceinline__ void cut(const Stretch& r, int vector, float4& x) {
 // Four scores at once. The caller says that groups of four can be read whole at both ends of a row.
 __device__ __forceinline__ float4 load_scores(const Stretch& r, int vector) {
     const float none = __int_as_float(0x7fc00000);
-    return 4 * vector < r.end ? __ldg((const float4*)r.base + vector) : make_float4(none, none, none, none);
+    return 4 * vector < r.end ? ((const float4*)r.base)[vector] : make_float4(none, none, none, none);
 }
 
 // f(element, score), reading the scores again: for what is rare and has to stay out of the usual path's way.

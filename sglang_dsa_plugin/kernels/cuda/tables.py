@@ -113,7 +113,7 @@ def select_shape(gpu: Gpu, rows: int, columns: int) -> SelectShape | None:
     return SelectShape(threads, cluster, held, 1024 // threads)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def many_shape(gpu: Gpu, columns: int, k: int) -> ManyShape | None:
     """The launch for many rows of up to `columns` columns and k picks, None where the kernel cannot run.
 

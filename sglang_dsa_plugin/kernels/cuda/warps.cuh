@@ -1,25 +1,13 @@
-// Instructions of warps and warpgroups that the sparse MLA kernels use, in PTX: barriers in shared memory, other blocks'
-// memory, matrix operands and products, and numbers in 16 bits.
+// Instructions of warps and warpgroups that the sparse MLA kernels use, in PTX: barriers' arrivals, other blocks' memory,
+// matrix operands and products, and numbers in 16 bits.
 
 #include "cluster.cuh"
+#include "barriers.cuh"
 
 __device__ __forceinline__ float minus_inf() { return __int_as_float(0xff800000); }
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void barrier_init(u32 at, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
-}
-
 __device__ __forceinline__ void barrier_arrive(u32 at) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 at, u32 parity) {
-    asm volatile(
-        "{\n.reg .pred done;\nagain:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n}" ::"r"(at), "r"(parity) : "memory");
 }
 
 // All threads of one warpgroup; id 1 or 2.

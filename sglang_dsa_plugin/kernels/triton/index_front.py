@@ -132,7 +132,7 @@ def store_and_prepare(
     q, gate = _new_queries(weights, dtype)
     fp8 = dtype == FP8
     scales = pages.view(torch.float32) if fp8 else pages
-    kernel = front_kernel[(triton.cdiv(rows, TILE) + tiles,)](
+    front_kernel[(triton.cdiv(rows, TILE) + tiles,)](
         key,
         weight,
         weight if bias is None else bias,
@@ -167,8 +167,6 @@ def store_and_prepare(
         num_warps=WARPS,
         **_common(pages.device, layout, fp8),
     )
-    if pdl.used(index_tables.gpu_of(pages.device)):
-        pdl.leave_room(kernel)  # for the scores
     return q, gate
 
 

@@ -26,7 +26,7 @@ def ragged(
     recorded, takes the number of keys.
     """
     if width is None:
-        width = k.shape[0] if _capturing(q.device) or not len(q) else max(0, int((end - start).max()))
+        width = k.shape[0] if capturing(q.device) or not len(q) else max(0, int((end - start).max()))
     scores = new_scores(q.shape[0], width, q.device)
     score_ragged(scores, q, k, k_scale, gate, start, end)
     _fill(scores, start, end, False)
@@ -47,7 +47,7 @@ def paged(
     """
     if width is None:
         covered = page_table.shape[1] * PAGE_SIZE
-        width = covered if _capturing(q.device) or not len(q) else max(0, int(lengths.max()))
+        width = covered if capturing(q.device) or not len(q) else max(0, int(lengths.max()))
     scores = new_scores(q.shape[0], width, q.device)
     score_paged(scores, q, pages, gate, lengths, page_table, row_to_request)
     return fill_past(scores, lengths)
@@ -216,5 +216,6 @@ def _fill(scores: torch.Tensor, first: torch.Tensor, last: torch.Tensor, paged: 
         )
 
 
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded, so that nothing can be read on the host."""
+    return device.type == "cuda" and torch.cuda.is_current_streamcapturing()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .index_tables import STREAM_FEW_ROWS
 from .pdl import let_next_start, wait_for_earlier
 
 DIM = tl.constexpr(128)
@@ -22,7 +23,7 @@ PAGE = tl.constexpr(64)
 NEVER = tl.constexpr(2**31 - 1)
 # When rows let the next kernel start (pdl.py). H200, decode steps of 8K / 32K / 128K tokens, microseconds: a single row
 # at once 25.3 / 26.6 / 35.3, as here 24.9 / 26.1 / 32.8; 16 rows 47.2 / 63.1 / 125.8 and 45.3 / 59.2 / 121.8.
-FEW_ROWS = tl.constexpr(16)
+FEW_ROWS = tl.constexpr(STREAM_FEW_ROWS)
 SELECTED_BY_FEW_BLOCKS = tl.constexpr(4)
 
 

@@ -137,7 +137,7 @@ class ScoreTiles:
 
 _STREAM_ROWS = 1024  # the streaming kernel plans all rows in every program
 _STREAM_ROWS_PER_REQUEST = 4
-_STREAM_FEW_ROWS = 16
+STREAM_FEW_ROWS = 16  # up to which other numbers are the fastest, and programs wait to let a selection start
 
 
 def score_kind(gpu: Gpu, dtype: torch.dtype) -> str:
@@ -163,7 +163,7 @@ def stream_tiles(gpu: Gpu, kind: str, heads: int, rows: int, requests: int) -> S
         stages = 3 if gpu.shared_kib >= 160 else 2
     elif gpu.shared_kib < 120:
         stages = 4
-    elif rows > _STREAM_FEW_ROWS:
+    elif rows > STREAM_FEW_ROWS:
         # H200, 64 heads, microseconds with 2 programs and 6 / 8 / 10 stages or 3 programs and 6: 64 rows of 8K 25.1 /
         # 24.9 / 26.1 / 26.2, of 32K 81.2 / 78.4 / 80.4 / 77.5, of 128K 317 / 301 / 287 / 285; 16 rows of 8K 10.5 / 11.0
         # / 11.2 / 12.0, of 32K 24.7 / 24.3 / 25.6 / 25.3. Where a processor has room for one more program than these,

@@ -122,7 +122,8 @@ def gather_kernel(
     first = split * split_picks
     limit = tl.minimum(picks, first + split_picks)
     if HAS_LENGTHS:
-        limit = tl.minimum(limit, tl.load(lengths_ptr + row).to(tl.int32))
+        # Cut before it is narrowed: a length far past int32 is the whole row.
+        limit = tl.minimum(tl.load(lengths_ptr + row), limit).to(tl.int32)
     slots_ptr += row * slots_stride
     end = limit
     if SCAN:

@@ -39,7 +39,8 @@ def begin(slots_ptr, lengths_ptr, heads, picks, split_picks, splits, slots_strid
     first = split * split_picks
     limit = gl.minimum(picks, first + split_picks)
     if HAS_LENGTHS:
-        limit = gl.minimum(limit, gl.load(lengths_ptr + row).to(gl.int32))
+        # Cut before it is narrowed: a length far past int32 is the whole row.
+        limit = gl.minimum(gl.load(lengths_ptr + row), limit).to(gl.int32)
     return tile, split, row, slots_ptr + row * slots_stride, first, limit
 
 

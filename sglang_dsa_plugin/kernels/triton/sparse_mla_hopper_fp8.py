@@ -1,6 +1,6 @@
 """Sparse MLA over gathered fp8 rows (`fp8_656`, `fp8_576`) for Hopper (SM90) in Gluon: see `sparse_mla_hopper`.
 
-The codes of the next tile travel in registers while the current one, decoded to bf16, is multiplied from shared memory:
+The codes of the next tile travel in registers while the current one, decoded to f16, is multiplied from shared memory:
 the tile is decoded once for both products. One program holds a single tile; two programs share a multiprocessor, and
 one waits for memory while the other computes.
 """
@@ -22,6 +22,10 @@ from sglang_dsa_plugin.kernels.triton.sparse_mla_hopper import (
     store_columns,
     tile_slots,
 )
+
+# What a weight of 1 is in f16. There is no number above it, so f16's range lies below: without it, weights lost bits
+# from 2^-14 on, and 2047 picks of 2^-25 each beside a heavy one were lost whole.
+WEIGHT_ONE = gl.constexpr(2.0**15)
 
 
 @gluon.jit
@@ -213,8 +217,9 @@ def gather_fp8(
     m = gl.full([BLOCK_H], float("-inf"), gl.float32, layout=gl.SliceLayout(0, MMA))
     zero = gl.zeros([64, BLOCK_H], gl.float32, layout=MMA)
     total = zero
-    # The sums are kept in units of the largest block scale so far, so that weights times scales fit into f16.
-    unit = gl.minimum(value_scale, 2.0**-120) if HAS_SCALES else value_scale
+    # The sums are kept in units of the largest block scale so far, so that weights times scales fit into f16. It starts
+    # as low as WEIGHT_ONE over it fits into f32; value_scale, 1 with scales, makes it a tensor.
+    unit = gl.minimum(value_scale, 2.0**-100) if HAS_SCALES else value_scale
     acc0 = gl.zeros([128, BLOCK_H], gl.float32, layout=MMA)
     acc1 = gl.zeros([128, BLOCK_H], gl.float32, layout=MMA)
     acc2 = gl.zeros([128, BLOCK_H], gl.float32, layout=MMA)
@@ -280,7 +285,7 @@ def gather_fp8(
             s = warpgroup_mma_wait(0, deps=[s]) * down
         p, m, total, factor = softmax_step(s, counts, scale_log2, m, total)
         if HAS_SCALES:
-            inverse = 1 / unit
+            inverse = WEIGHT_ONE / unit
             p0.store((p * (g0 * inverse)).to(gl.float16))
             p1.store((p * (g1 * inverse)).to(gl.float16))
             p2.store((p * (g2 * inverse)).to(gl.float16))
@@ -291,7 +296,7 @@ def gather_fp8(
             f2 = n2
             f3 = n3
         else:
-            p0.store(p.to(gl.float16))
+            p0.store((p * WEIGHT_ONE).to(gl.float16))
         counts = counts_next
         token, counts_next = tile_slots(slots_ptr, at + 128, limit, count, TOKENS)
         acc0 = acc0 * factor
@@ -308,7 +313,7 @@ def gather_fp8(
 
     head = tile * BLOCK_H + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(0, MMA))
     total = gl.sum(total, axis=0)
-    weight = finish(m, total, sink_ptr, lse_ptr, row, split, splits, head, heads, unit, HAS_SINK, PARTIAL)
+    weight = finish(m, total, sink_ptr, lse_ptr, row, split, splits, head, heads, unit / WEIGHT_ONE, HAS_SINK, PARTIAL)
     keep = (end > first) | (not PARTIAL)
     store_columns(
         _gathered(acc0),

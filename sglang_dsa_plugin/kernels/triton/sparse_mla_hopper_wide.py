@@ -6,10 +6,10 @@ matrix unit (wgmma), so here they are what `sparse_mla_hopper` makes the rows:
 
     scores [64, 64 rows] = q [64, 576] . rows^T [576, 64]        out [64, 512] += p [64, 64 rows] . rows[:, :512]
 
-Four warps copy rows, four compute scores and weights, and eight the sums, in 128 registers a thread. They hand tiles of
-64 rows on through shared memory, so that copies, scores and sums of different tiles are under way at once; eight warps
-that do all in turn take a third longer. There is room for q and two tiles; the first weights of a tile take the place
-of its rope part, which nobody needs any more by then.
+Four warps copy rows, four compute scores and weights, and eight the sums, which take 128 registers a thread. They hand
+tiles of 64 rows on through shared memory, so that copies, scores and sums of different tiles are under way at once;
+eight warps that do all in turn take a third longer. There is room for q and two tiles; the first weights of a tile take
+the place of its rope part, which nobody needs any more by then.
 
 What goes together is passed as a tuple:  where (row, split, splits, head tile, heads),  span (the row's slots, first
 pick, end and limit of the picks, rows of the cache),  strides (of the row and of the head).
@@ -100,6 +100,7 @@ def _copy(kv_ptr, span, kv_stride, nope, rope, full, free):
                 column = gl.expand_dims(512 + gl.arange(0, 64, layout=gl.SliceLayout(0, COPY)), 0)
                 async_copy.async_copy_global_to_shared(rope.index(stage), base + column, keep)
             async_copy.mbarrier_arrive(full.index(4 * stage + j), increment_count=False)
+    # All copies have come by now, but a program should not end with its own uncounted.
     async_copy.commit_group()
     async_copy.wait_group(0)
 

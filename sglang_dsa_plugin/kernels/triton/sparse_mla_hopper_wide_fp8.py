@@ -27,7 +27,14 @@ from sglang_dsa_plugin.kernels.triton.sparse_mla_hopper import (
     scan,
     tile_slots,
 )
-from sglang_dsa_plugin.kernels.triton.sparse_mla_hopper_fp8 import lift, lifted, row_max, spread, to_f16
+from sglang_dsa_plugin.kernels.triton.sparse_mla_hopper_fp8 import (
+    WEIGHT_ONE,
+    lift,
+    lifted,
+    row_max,
+    spread,
+    to_f16,
+)
 from sglang_dsa_plugin.kernels.triton.sparse_mla_hopper_wide import barrier, softmax_step, store_columns
 
 
@@ -188,8 +195,9 @@ def gather_fp8_wide(
     zero = gl.zeros([BLOCK_H, 64], gl.float32, layout=MMA)
     # Summed over the 64 only at the end.
     total = zero
-    # The sums are kept in units of the largest block scale so far, so that weights times scales fit into f16.
-    unit = gl.minimum(value_scale, 2.0**-120) if HAS_SCALES else value_scale
+    # The sums are kept in units of the largest block scale so far, so that weights times scales fit into f16. It starts
+    # as low as WEIGHT_ONE over it fits into f32; value_scale, 1 with scales, makes it a tensor.
+    unit = gl.minimum(value_scale, 2.0**-100) if HAS_SCALES else value_scale
     acc0 = gl.zeros([BLOCK_H, 128], gl.float32, layout=MMA_OUT)
     acc1 = gl.zeros([BLOCK_H, 128], gl.float32, layout=MMA_OUT)
     acc2 = gl.zeros([BLOCK_H, 128], gl.float32, layout=MMA_OUT)
@@ -245,14 +253,14 @@ def gather_fp8_wide(
         p, m, factor = softmax_step(s, counts, scale_log2, m)
         total = total * gl.expand_dims(factor, 1) + p
         if HAS_SCALES:
-            p = p * (1 / unit)
+            p = p * (WEIGHT_ONE / unit)
             p0.store((p * _factor(now, 0, MMA)).to(gl.float16))
             p1.store((p * _factor(now, 1, MMA)).to(gl.float16))
             p2.store((p * _factor(now, 2, MMA)).to(gl.float16))
             p3.store((p * _factor(now, 3, MMA)).to(gl.float16))
             factor = factor * shrink
         else:
-            p0.store(p.to(gl.float16))
+            p0.store((p * WEIGHT_ONE).to(gl.float16))
         factor = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, MMA_OUT)), 1)
         acc0 = acc0 * factor
         acc1 = acc1 * factor
@@ -283,7 +291,7 @@ def gather_fp8_wide(
 
     head = tile * BLOCK_H + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, MMA))
     total = gl.sum(total, axis=1)
-    weight = finish(m, total, sink_ptr, lse_ptr, row, split, splits, head, heads, unit, HAS_SINK, PARTIAL)
+    weight = finish(m, total, sink_ptr, lse_ptr, row, split, splits, head, heads, unit / WEIGHT_ONE, HAS_SINK, PARTIAL)
     weight = gl.convert_layout(weight, gl.SliceLayout(1, MMA_OUT))
     keep = (end > first) | (not PARTIAL)
     where = (row, split, splits, tile, heads)

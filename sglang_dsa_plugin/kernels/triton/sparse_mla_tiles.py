@@ -45,13 +45,15 @@ def choose(
         if layout == "bf16_1152":
             stages, resident = (1, 2 * processors) if block_h == 8 or programs > processors else (2, processors)
         return Plan("hopper", block_h, 64, 4, stages, *_split(programs, picks, 64, resident))
-    # fp8 rows with a tile for each program at most, as in decode of a single row: decoding for all heads at once, and
-    # the longer start, do not pay (H200, 128 heads, 2048 picks: 20.5 us instead of 23.6; 16 rows 120 instead of 57).
+    # But fp8 rows with a tile for each program at most, as in decode of a single row, go on below: decoding for all
+    # heads at once, and the longer start, do not pay (H200, 128 heads, 2048 picks: 20.5 us instead of 23.6; 16 rows
+    # 120 instead of 57).
     if hopper and (layout == "bf16_1152" or rows * _tiles(heads, 64) * -(-picks // 64) > processors):
         return Plan("wide", 64, 64, 8, 2, *_split(rows * _tiles(heads, 64), picks, 64, processors))
     if heads > 32 and layout == "bf16_1152" and q_parts == 1 and sm in SHARED_BYTES:
-        # 119 KB. No spills, where four warps on 32 rows spill some 100 bytes a thread, and no product done twice. H200
-        # with mma.sync, 128 heads: prefill 16.1 ms instead of 16.8, 64 rows 258 us instead of 297.
+        # 116 KiB. On rows on 16-byte bounds no spills, where four warps on 32 rows spill some 100 bytes a thread, and
+        # no product done twice. H200 with mma.sync, 128 heads: prefill 16.1 ms instead of 16.8, 64 rows 258 us instead
+        # of 297.
         return Plan("gather", 32, 64, 8, 2, *_split(rows * _tiles(heads, 32), picks, 64, processors))
     # Within SMALL_SHARED: what the parts of a wide q take, its heads have to give.
     block_h = 16 if heads <= 16 or q_parts > 1 else 32

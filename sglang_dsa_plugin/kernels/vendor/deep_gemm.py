@@ -24,7 +24,7 @@ import torch
 from torch.nn.functional import pad
 
 from sglang_dsa_plugin.cache.layouts import INDEX_DIM, PAGE_SIZE
-from sglang_dsa_plugin.kernels.triton.index_scores import fill_past
+from sglang_dsa_plugin.kernels.triton.index_scores import capturing, fill_past
 
 _ROWS = 2048
 _ROWS_PER_PROCESSOR_FROM = 10  # major compute capability
@@ -42,9 +42,11 @@ def ragged(
     end: torch.Tensor,
     width: int | None,
 ) -> torch.Tensor:
-    """`ops.index_scores.ragged` for e4m3 q and k. Without `width` it reads the widest window on the host."""
+    """`ops.index_scores.ragged` for e4m3 q and k. Without `width` it reads the widest window on the host or, where a
+    CUDA graph is being recorded, takes the number of keys.
+    """
     if width is None:
-        width = max(0, int((end - start).max())) if len(q) else 0
+        width = k.shape[0] if capturing(q.device) or not len(q) else max(0, int((end - start).max()))
     if not q.shape[0] or not width or not k.shape[0]:
         return _nothing(q, width)
     lengths = (end - start).clamp(min=0, max=width)
@@ -102,10 +104,11 @@ def paged(
     width: int | None,
 ) -> torch.Tensor:
     """`ops.index_scores.paged` for e4m3 q and pages u8 [P, 8448]. Without `width` it reads the longest window on the
-    host.
+    host or, where a CUDA graph is being recorded, takes the tokens that the page table covers.
     """
     if width is None:
-        width = max(0, int(lengths.max())) if len(q) else 0
+        covered = page_table.shape[1] * PAGE_SIZE
+        width = covered if capturing(q.device) or not len(q) else max(0, int(lengths.max()))
     scores = paged_scores(q, pages, gate, lengths, page_table, row_to_request, width)
     return fill_past(scores, lengths)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 import sys
@@ -33,12 +34,21 @@ extern "C" bool run(const float* scores, long long stride, const void* lengths, 
 """
 
 
+# In their place stands cuda_emulation.h.
+IN_PTX = {"cluster.cuh", "compare.cuh", "copies.cuh"}
+
+
+def _text(source: str) -> str:
+    """As `program._text`, without those."""
+    text = Path(program.__file__).with_name(source).read_text()
+    include = r'(?m)^#include "([\w.]+)"$'
+    return re.sub(include, lambda found: "" if found[1] in IN_PTX else _text(found[1]), text)
+
+
 def build(folder: Path, form: Form, shared: str) -> Callable[..., bool]:
     """The kernel with its own arguments, rows and a seed. shared: what declares its shared memory, `sh`."""
     file, kernel, defines, _ = form
-    source = program._text(file)
-    for name in ("cluster.cuh", "compare.cuh", "copies.cuh"):
-        source = source.replace(Path(program.__file__).with_name(name).read_text(), "")
+    source = _text(file)
     assert source.count(shared) == 1 and "asm" not in source
     source = source.replace(shared, "Shared& sh = *(Shared*)shared_memory();")
     built = folder / "select.so"

@@ -1,9 +1,12 @@
 """CUDA C++ sources compile, without a GPU, for every target they are meant for, within registers and shared memory."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import triton
 
 pytest.importorskip("cuda.core")
 
@@ -52,6 +55,29 @@ def test_sparse_mla(layout, cluster):
     # Registers at the start; the groups then share them out (setmaxnreg).
     # What is spilled (84 at most) belongs to the join at a row's end.
     assert takes.registers * 384 <= 65536 and takes.shared == 0 and takes.spilled <= 96
+
+
+def launched_early():
+    """(source, arch, macros) of kernels that are launched before the one ahead is done."""
+    for arch in CLUSTER_ARCHS:
+        gpu = Gpu("cuda", int(arch[3:-1]), 132, 99 if arch >= "sm_12" else 227)
+        for shape in (tables.select_shape(gpu, 1, 131072), tables.many_shape(gpu, 131072, 2048)):
+            for write, page in ((select.BOTH, 64), (select.POSITIONS, 1))[: 2 if arch == "sm_90a" else 1]:
+                source, _, defines, _ = select.form(shape, write, page)
+                yield source, arch, defines
+    for form in sparse_mla.FORMS.values():
+        yield form.source, "sm_90a", form.defines(8, lengths=True, sink=True, wide_slots=True)
+
+
+def test_no_memory_is_touched_ahead_of_the_wait(tmp_path):
+    """In the machine code: the compiler may move read-only loads past a wait (griddepcontrol.wait, ACQBULK)."""
+    disassemble = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    for source, arch, defines in launched_early():
+        (tmp_path / "kernel.cubin").write_bytes(program.compile_only(source, arch, defines)[0])
+        text = subprocess.check_output([disassemble, "-c", tmp_path / "kernel.cubin"], text=True)
+        found = re.findall(r"\b(ACQBULK|LDG|STG|LDGSTS|UBLKCP|ATOMG|REDG|EXIT)\b", text)
+        assert found[0] == "ACQBULK", (source, arch, defines, found[:3])
+        assert ".CONSTANT" not in "".join(re.findall(r"\bLDG\S*", text)), (source, arch, defines)
 
 
 def test_a_cubin_depends_on_what_its_source_includes(monkeypatch, tmp_path):

@@ -40,6 +40,15 @@ def test_all_kinds_of_scores(form, kind):
     assert_picks(run, scores, torch.tensor([width, width - 4, width // 2, max(k + 1, listed - 9)]), k, seed=3)
 
 
+@pytest.mark.parametrize("k", [1, 5, 20, 21, 300])
+@pytest.mark.parametrize("kind", ["few infinities", "up to infinity", "mostly NaN", "one outlier", "descending"])
+def test_few_picks_among_the_highest_scores_there_are(form, kind, k):
+    run, listed = form
+    width = 6 * listed + 77
+    scores = selection_inputs.scores(kind, 4, width, torch.Generator().manual_seed(k))
+    assert_picks(run, scores, torch.tensor([width, width - 4, 2 * listed, k + 1]), k, seed=k)
+
+
 @pytest.mark.parametrize("trial", range(12))
 def test_windows_forced_tokens_offsets_and_widths(form, trial):
     run, listed = form

@@ -154,6 +154,20 @@ def test_hopper_of_many_heads(layout, rows):
     assert layout != "bf16_1152" or ".maxnreg 128" in kernel.asm["ptx"]
 
 
+@pytest.mark.parametrize("layout", ["bf16_1152", "fp8_656"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_hopper_with_int64_slots_and_lengths(layout, heads):
+    plan = tiles.choose(90, 132, layout, 16, heads, 2048, True, 1)
+    modules = {"hopper": (sparse_mla_hopper, sparse_mla_hopper_fp8)}
+    modules["wide"] = (sparse_mla_hopper_wide, sparse_mla_hopper_wide_fp8)
+    module, suffix = modules[plan.kernel][layout == "fp8_656"], "_wide" if plan.kernel == "wide" else ""
+    constants = flags(True, 90, 512) | dict(BLOCK_H=plan.block_h)
+    constants |= dict(HAS_SCALES=True) if layout == "fp8_656" else {} if suffix else dict(STAGES=plan.stages)
+    kernel = getattr(module, f"gather_{'fp8' if layout == 'fp8_656' else 'bf16'}{suffix}")
+    types = pointers(layout, True) | dict(slots_ptr="*i64", lengths_ptr="*i64")
+    built(kernel, GPUTarget("cuda", 90, 32), constants, types, plan, gluon=True)
+
+
 @pytest.mark.parametrize("target", [("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)], ids=lambda t: str(t[1]))
 def test_merge(target):
     plan = tiles.Plan("gather", 16, 32, 4, 2, 256, 8)

@@ -60,6 +60,14 @@ def _outlier(rows: int, width: int, g: torch.Generator) -> torch.Tensor:
     return _normal(rows, width, g).index_fill_(1, torch.tensor([0], device=g.device), 1e30)
 
 
+def _few_infinities(rows: int, width: int, g: torch.Generator) -> torch.Tensor:
+    """Twenty at most, so that all of them are few enough to be ranked at once."""
+    scores = _normal(rows, width, g)
+    return scores.scatter_(
+        1, torch.rand(rows, width, generator=g, device=g.device).topk(min(20, width)).indices, math.inf
+    )
+
+
 ONE = 0x3F800000
 
 KINDS: dict[str, Make] = {
@@ -72,6 +80,7 @@ KINDS: dict[str, Make] = {
     "mostly NaN": _share(0.9, math.nan),
     "all NaN": _equal(math.nan),
     "infinities": _share(0.5, math.inf, -math.inf),
+    "few infinities": _few_infinities,
     "minus infinity": _equal(-math.inf),
     "mostly minus infinity": _share(0.97, -math.inf),
     "signed zeros": _share(0.5, 0.0, -0.0),
