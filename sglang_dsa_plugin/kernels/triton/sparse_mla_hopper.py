@@ -26,9 +26,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def begin(slots_ptr, lengths_ptr, heads, picks, split_picks, splits, slots_stride, HAS_LENGTHS, BLOCK_H, PDL):
-    """Wait for the kernels ahead (`pdl`); this program's work: (head tile, split, row, the row's slots, first pick, end
-    of its picks).
-    """
+    """Waits as in pdl.py. This program's work: (head tile, split, row, the row's slots, first pick, end of its picks)."""
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     tiles = gl.cdiv(heads, BLOCK_H)
@@ -46,9 +44,7 @@ def begin(slots_ptr, lengths_ptr, heads, picks, split_picks, splits, slots_strid
 
 @gluon.jit
 def let_next_start(PDL):
-    """Lets the next kernel take its place. Not earlier than at a program's end: programs of a merge that wait slow down
-    working ones.
-    """
+    """As in pdl.py; not earlier than at a program's end, because waiting programs of a merge slow down working ones."""
     if PDL:
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -119,20 +115,18 @@ def finish(m, total, sink_ptr, lse_ptr, row, split, splits, head, heads, value_s
 
 
 @gluon.jit
-def store_columns(
-    acc, weight, out_ptr, row, split, splits, tile, heads, row_stride, head_stride, keep, FIRST: gl.constexpr, PARTIAL
-):
-    """acc [WIDTH, H] * weight -> columns FIRST .. FIRST + WIDTH of the output, or of the partial result."""
+def store_columns(acc, weight, out_ptr, where, strides, keep, FIRST: gl.constexpr, PARTIAL):
+    """acc [WIDTH, H] * weight -> columns FIRST .. of the output (strides of its rows and heads) or the partial result."""
+    row, split, splits, tile, heads = where
     WIDTH: gl.constexpr = acc.shape[0]
     HEADS: gl.constexpr = acc.shape[1]
     OUT: gl.constexpr = gl.BlockedLayout([4, 1], [32, 1], [1, gl.num_warps()], [0, 1])
     out = gl.convert_layout(acc, OUT) * gl.expand_dims(gl.convert_layout(weight, gl.SliceLayout(0, OUT)), 0)
     out = out.to(out_ptr.dtype.element_ty)
     head = tile * HEADS + gl.arange(0, HEADS, layout=gl.SliceLayout(0, OUT))
+    at = row * strides[0] + head.to(gl.int64) * strides[1]
     if PARTIAL:
         at = ((row * splits + split) * heads + head) * 512
-    else:
-        at = row * row_stride + head.to(gl.int64) * head_stride
     column = FIRST + gl.arange(0, WIDTH, layout=gl.SliceLayout(1, OUT))
     keep = gl.expand_dims((head < heads) & keep, 0)
     gl.store(out_ptr + gl.expand_dims(at, 0) + gl.expand_dims(column, 1), out, mask=keep)
@@ -302,6 +296,5 @@ def gather_bf16(
     if JOINED:
         acc = gl.sum(gl.reshape(acc, [512, 2, BLOCK_H]), axis=1)
     keep = (end > first) | (not PARTIAL)
-    store_columns(
-        acc, weight, out_ptr, row, split, splits, tile, heads, out_row_stride, out_head_stride, keep, 0, PARTIAL
-    )
+    where = (row, split, splits, tile, heads)
+    store_columns(acc, weight, out_ptr, where, (out_row_stride, out_head_stride), keep, 0, PARTIAL)

@@ -89,6 +89,38 @@ def lifted(x, up):
 
 
 @gluon.jit
+def q_to_shared(q_ptr, q_rope_ptr, row, head, heads, strides, rope_strides, COPY: gl.constexpr, HAS_SCALES):
+    """q [H, 576] of a row to shared memory: four blocks of 128 columns as f16, lifted and spread, and the rope part, as
+    f16 where rows have no scales; and what takes the lift back, f32 [H].
+    """
+    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+    HEADS: gl.constexpr = head.shape[0]
+    q0 = q_columns(q_ptr, row, head, heads, strides[0], strides[1], 0, 128, COPY)
+    q1 = q_columns(q_ptr, row, head, heads, strides[0], strides[1], 128, 128, COPY)
+    q2 = q_columns(q_ptr, row, head, heads, strides[0], strides[1], 256, 128, COPY)
+    q3 = q_columns(q_ptr, row, head, heads, strides[0], strides[1], 384, 128, COPY)
+    qr = q_columns(q_rope_ptr, row, head, heads, rope_strides[0], rope_strides[1], 0, 64, COPY)
+    largest = gl.maximum(gl.maximum(row_max(q0), row_max(q1)), gl.maximum(row_max(q2), row_max(q3)))
+    if not HAS_SCALES:
+        largest = gl.maximum(largest, row_max(qr))
+    up, down = lift(largest)
+    if not HAS_SCALES:
+        qr = lifted(qr, up)
+    # Separate buffers, so that the compiler sees that no store touches another one and needs no barrier between them.
+    q0_shared = gl.allocate_shared_memory(gl.float16, [1, HEADS, 128], KEYS)
+    q1_shared = gl.allocate_shared_memory(gl.float16, [1, HEADS, 128], KEYS)
+    q2_shared = gl.allocate_shared_memory(gl.float16, [1, HEADS, 128], KEYS)
+    q3_shared = gl.allocate_shared_memory(gl.float16, [1, HEADS, 128], KEYS)
+    qr_shared = gl.allocate_shared_memory(qr.dtype, [1, HEADS, 64], KEYS)
+    q0_shared.index(0).store(spread(lifted(q0, up)))
+    q1_shared.index(0).store(spread(lifted(q1, up)))
+    q2_shared.index(0).store(spread(lifted(q2, up)))
+    q3_shared.index(0).store(spread(lifted(q3, up)))
+    qr_shared.index(0).store(qr)
+    return q0_shared, q1_shared, q2_shared, q3_shared, qr_shared, down
+
+
+@gluon.jit
 def _words(words_ptr, slot, valid, kv_stride, FIRST: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
     """Words FIRST .. FIRST + WIDTH of 64 rows: int32 [64, WIDTH]; a row that is not valid is not read and gives 0."""
     base = gl.expand_dims(slot.to(gl.int64) * kv_stride * 4, 1)
@@ -176,34 +208,16 @@ def gather_fp8(
     token, counts_next = tile_slots(slots_ptr, first + 64, limit, count, TOKENS)
 
     head = tile * BLOCK_H + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, COPY))
-    q0 = q_columns(q_ptr, row, head, heads, q_row_stride, q_head_stride, 0, 128, COPY)
-    q1 = q_columns(q_ptr, row, head, heads, q_row_stride, q_head_stride, 128, 128, COPY)
-    q2 = q_columns(q_ptr, row, head, heads, q_row_stride, q_head_stride, 256, 128, COPY)
-    q3 = q_columns(q_ptr, row, head, heads, q_row_stride, q_head_stride, 384, 128, COPY)
-    qr = q_columns(q_rope_ptr, row, head, heads, q_rope_row_stride, q_rope_head_stride, 0, 64, COPY)
-    largest = gl.maximum(gl.maximum(row_max(q0), row_max(q1)), gl.maximum(row_max(q2), row_max(q3)))
-    if not HAS_SCALES:
-        largest = gl.maximum(largest, row_max(qr))
-    up, down = lift(largest)
-    if not HAS_SCALES:
-        qr = lifted(qr, up)
-    # Separate buffers, so that the compiler sees that no store touches another one and needs no barrier between them.
-    q0_shared = gl.allocate_shared_memory(gl.float16, [1, BLOCK_H, 128], KEYS)
-    q1_shared = gl.allocate_shared_memory(gl.float16, [1, BLOCK_H, 128], KEYS)
-    q2_shared = gl.allocate_shared_memory(gl.float16, [1, BLOCK_H, 128], KEYS)
-    q3_shared = gl.allocate_shared_memory(gl.float16, [1, BLOCK_H, 128], KEYS)
-    qr_shared = gl.allocate_shared_memory(qr.dtype, [1, BLOCK_H, 64], KEYS)
-    q0_shared.index(0).store(spread(lifted(q0, up)))
-    q1_shared.index(0).store(spread(lifted(q1, up)))
-    q2_shared.index(0).store(spread(lifted(q2, up)))
-    q3_shared.index(0).store(spread(lifted(q3, up)))
-    qr_shared.index(0).store(qr)
+    strides, rope_strides = (q_row_stride, q_head_stride), (q_rope_row_stride, q_rope_head_stride)
+    q0_shared, q1_shared, q2_shared, q3_shared, qr_shared, down = q_to_shared(
+        q_ptr, q_rope_ptr, row, head, heads, strides, rope_strides, COPY, HAS_SCALES
+    )
     down = gl.expand_dims(gl.convert_layout(down, gl.SliceLayout(0, MMA)), 0)
     k0_shared = gl.allocate_shared_memory(gl.float16, [1, 64, 128], KEYS)
     k1_shared = gl.allocate_shared_memory(gl.float16, [1, 64, 128], KEYS)
     k2_shared = gl.allocate_shared_memory(gl.float16, [1, 64, 128], KEYS)
     k3_shared = gl.allocate_shared_memory(gl.float16, [1, 64, 128], KEYS)
-    kr_shared = gl.allocate_shared_memory(qr.dtype, [1, 64, 64], KEYS)
+    kr_shared = gl.allocate_shared_memory(qr_shared.dtype, [1, 64, 64], KEYS)
     p0_shared = gl.allocate_shared_memory(gl.float16, [1, 64, BLOCK_H], WEIGHTS)
     p1_shared = p0_shared
     p2_shared = p0_shared
@@ -315,63 +329,8 @@ def gather_fp8(
     total = gl.sum(total, axis=0)
     weight = finish(m, total, sink_ptr, lse_ptr, row, split, splits, head, heads, unit / WEIGHT_ONE, HAS_SINK, PARTIAL)
     keep = (end > first) | (not PARTIAL)
-    store_columns(
-        _gathered(acc0),
-        weight,
-        out_ptr,
-        row,
-        split,
-        splits,
-        tile,
-        heads,
-        out_row_stride,
-        out_head_stride,
-        keep,
-        0,
-        PARTIAL,
-    )
-    store_columns(
-        _gathered(acc1),
-        weight,
-        out_ptr,
-        row,
-        split,
-        splits,
-        tile,
-        heads,
-        out_row_stride,
-        out_head_stride,
-        keep,
-        128,
-        PARTIAL,
-    )
-    store_columns(
-        _gathered(acc2),
-        weight,
-        out_ptr,
-        row,
-        split,
-        splits,
-        tile,
-        heads,
-        out_row_stride,
-        out_head_stride,
-        keep,
-        256,
-        PARTIAL,
-    )
-    store_columns(
-        _gathered(acc3),
-        weight,
-        out_ptr,
-        row,
-        split,
-        splits,
-        tile,
-        heads,
-        out_row_stride,
-        out_head_stride,
-        keep,
-        384,
-        PARTIAL,
-    )
+    where, strides = (row, split, splits, tile, heads), (out_row_stride, out_head_stride)
+    store_columns(_gathered(acc0), weight, out_ptr, where, strides, keep, 0, PARTIAL)
+    store_columns(_gathered(acc1), weight, out_ptr, where, strides, keep, 128, PARTIAL)
+    store_columns(_gathered(acc2), weight, out_ptr, where, strides, keep, 256, PARTIAL)
+    store_columns(_gathered(acc3), weight, out_ptr, where, strides, keep, 384, PARTIAL)

@@ -1,5 +1,4 @@
-"""Sparse MLA over gathered bf16 rows for Hopper (SM90) and more than 32 heads, in Gluon, and what it shares with
-`sparse_mla_hopper_wide_fp8`.
+"""Sparse MLA over gathered bf16 rows for Hopper (SM90) and more than 32 heads, in Gluon.
 
 The formula, the splits and the partial results are those of `sparse_mla_gather`. 64 heads fill the left operand of the
 matrix unit (wgmma), so here they are what `sparse_mla_hopper` makes the rows:
@@ -36,44 +35,7 @@ from sglang_dsa_plugin.kernels.triton.sparse_mla_hopper import (
     scan,
     tile_slots,
 )
-
-# Triton 3.6 has it under another name.
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
-
-@gluon.jit
-def softmax_step(s, valid, scale_log2, m):
-    """One tile of the running softmax over axis 1: s f32 [H, 64] -> (weights p, new max m [H], factor [H] of what was
-    summed so far). A tile without valid picks leaves m at -inf.
-    """
-    s = gl.where(gl.expand_dims(valid, 0), s * scale_log2, float("-inf"))
-    m_new = gl.maximum(m, gl.max(s, axis=1))
-    lift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = gl.exp2(s - gl.expand_dims(lift, 1))
-    return p, m_new, gl.exp2(m - lift)
-
-
-@gluon.jit
-def store_columns(acc, weight, out_ptr, where, strides, keep, FIRST: gl.constexpr, PARTIAL, SPREAD: gl.constexpr):
-    """acc [H, WIDTH] * weight -> columns FIRST .. FIRST + WIDTH of the output, or of the partial result. SPREAD: they
-    are in the order of `sparse_mla_hopper_fp8.spread`.
-
-    Straight from the accumulators' layout: four lanes write 32 consecutive bytes of a partial result.
-    """
-    row, split, splits, tile, heads = where
-    HEADS: gl.constexpr = acc.shape[0]
-    OUT: gl.constexpr = acc.type.layout
-    out = acc * gl.expand_dims(weight, 1)
-    head = tile * HEADS + gl.arange(0, HEADS, layout=gl.SliceLayout(1, OUT))
-    at = row * strides[0] + head.to(gl.int64) * strides[1]
-    if PARTIAL:
-        at = ((row * splits + split) * heads + head) * 512
-    column = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, OUT))
-    if SPREAD:
-        column = (column & 7) + ((column >> 6) << 3) + (((column >> 3) & 7) << 4)
-    keep = gl.expand_dims((head < heads) & keep, 1)
-    at = out_ptr + gl.expand_dims(at, 1) + gl.expand_dims(FIRST + column, 0)
-    gl.store(at, out.to(out_ptr.dtype.element_ty), mask=keep)
+from sglang_dsa_plugin.kernels.triton.sparse_mla_hopper_heads import barrier, softmax_step, store_columns
 
 
 @gluon.jit
@@ -100,9 +62,8 @@ def _copy(kv_ptr, span, kv_stride, nope, rope, full, free):
                 column = gl.expand_dims(512 + gl.arange(0, 64, layout=gl.SliceLayout(0, COPY)), 0)
                 async_copy.async_copy_global_to_shared(rope.index(stage), base + column, keep)
             async_copy.mbarrier_arrive(full.index(4 * stage + j), increment_count=False)
-    # All copies have come by now, but a program should not end with its own uncounted.
     async_copy.commit_group()
-    async_copy.wait_group(0)
+    async_copy.wait_group(0)  # all have come by now, as those who wait for the barriers know
 
 
 @gluon.jit

@@ -23,19 +23,11 @@ from sglang_dsa_plugin.kernels.triton.sparse_mla_hopper import (
     finish,
     last_pick,
     let_next_start,
-    q_columns,
     scan,
     tile_slots,
 )
-from sglang_dsa_plugin.kernels.triton.sparse_mla_hopper_fp8 import (
-    WEIGHT_ONE,
-    lift,
-    lifted,
-    row_max,
-    spread,
-    to_f16,
-)
-from sglang_dsa_plugin.kernels.triton.sparse_mla_hopper_wide import barrier, softmax_step, store_columns
+from sglang_dsa_plugin.kernels.triton.sparse_mla_hopper_fp8 import WEIGHT_ONE, q_to_shared, spread, to_f16
+from sglang_dsa_plugin.kernels.triton.sparse_mla_hopper_heads import barrier, softmax_step, store_columns
 
 
 @gluon.jit
@@ -153,34 +145,16 @@ def gather_fp8_wide(
     others, others_valid = tile_slots(slots_ptr, first + 64, limit, count, OTHERS)
 
     head = tile * BLOCK_H + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, COPY))
-    q0 = q_columns(q_ptr, row, head, heads, q_row_stride, q_head_stride, 0, 128, COPY)
-    q1 = q_columns(q_ptr, row, head, heads, q_row_stride, q_head_stride, 128, 128, COPY)
-    q2 = q_columns(q_ptr, row, head, heads, q_row_stride, q_head_stride, 256, 128, COPY)
-    q3 = q_columns(q_ptr, row, head, heads, q_row_stride, q_head_stride, 384, 128, COPY)
-    qr = q_columns(q_rope_ptr, row, head, heads, q_rope_row_stride, q_rope_head_stride, 0, 64, COPY)
-    largest = gl.maximum(gl.maximum(row_max(q0), row_max(q1)), gl.maximum(row_max(q2), row_max(q3)))
-    if not HAS_SCALES:
-        largest = gl.maximum(largest, row_max(qr))
-    up, down = lift(largest)
-    if not HAS_SCALES:
-        qr = lifted(qr, up)
-    # Separate buffers, so that the compiler sees that no store touches another one and needs no barrier between them.
-    q0_shared = gl.allocate_shared_memory(gl.float16, [1, BLOCK_H, 128], KEYS)
-    q1_shared = gl.allocate_shared_memory(gl.float16, [1, BLOCK_H, 128], KEYS)
-    q2_shared = gl.allocate_shared_memory(gl.float16, [1, BLOCK_H, 128], KEYS)
-    q3_shared = gl.allocate_shared_memory(gl.float16, [1, BLOCK_H, 128], KEYS)
-    qr_shared = gl.allocate_shared_memory(qr.dtype, [1, BLOCK_H, 64], KEYS)
-    q0_shared.index(0).store(spread(lifted(q0, up)))
-    q1_shared.index(0).store(spread(lifted(q1, up)))
-    q2_shared.index(0).store(spread(lifted(q2, up)))
-    q3_shared.index(0).store(spread(lifted(q3, up)))
-    qr_shared.index(0).store(qr)
+    strides, rope_strides = (q_row_stride, q_head_stride), (q_rope_row_stride, q_rope_head_stride)
+    q0_shared, q1_shared, q2_shared, q3_shared, qr_shared, down = q_to_shared(
+        q_ptr, q_rope_ptr, row, head, heads, strides, rope_strides, COPY, HAS_SCALES
+    )
     down = gl.expand_dims(gl.convert_layout(down, gl.SliceLayout(1, MMA)), 1)
     k0_shared = gl.allocate_shared_memory(gl.float16, [1, 64, 128], KEYS)
     k1_shared = gl.allocate_shared_memory(gl.float16, [1, 64, 128], KEYS)
     k2_shared = gl.allocate_shared_memory(gl.float16, [1, 64, 128], KEYS)
     k3_shared = gl.allocate_shared_memory(gl.float16, [1, 64, 128], KEYS)
-    kr_shared = gl.allocate_shared_memory(qr.dtype, [1, 64, 64], KEYS)
+    kr_shared = gl.allocate_shared_memory(qr_shared.dtype, [1, 64, 64], KEYS)
     p0_shared = gl.allocate_shared_memory(gl.float16, [1, BLOCK_H, 64], KEYS)
     p1_shared = p0_shared
     p2_shared = p0_shared
