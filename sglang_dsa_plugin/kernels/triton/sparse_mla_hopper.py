@@ -26,7 +26,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def begin(slots_ptr, lengths_ptr, heads, picks, split_picks, splits, slots_stride, HAS_LENGTHS, BLOCK_H, PDL):
-    """Waits as in pdl.py. This program's work: (head tile, split, row, the row's slots, first pick, end of its picks)."""
+    """Waits as in pdl.py. Returns (head tile, split, row, the row's slots, first pick, end of its picks)."""
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     tiles = gl.cdiv(heads, BLOCK_H)
@@ -116,7 +116,7 @@ def finish(m, total, sink_ptr, lse_ptr, row, split, splits, head, heads, value_s
 
 @gluon.jit
 def store_columns(acc, weight, out_ptr, where, strides, keep, FIRST: gl.constexpr, PARTIAL):
-    """acc [WIDTH, H] * weight -> columns FIRST .. of the output (strides of its rows and heads) or the partial result."""
+    """acc [WIDTH, H] * weight -> columns from FIRST of the output (strides: row, head) or of the partial result."""
     row, split, splits, tile, heads = where
     WIDTH: gl.constexpr = acc.shape[0]
     HEADS: gl.constexpr = acc.shape[1]
