@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sglang_dsa_plugin.tools.bench_run import Result
 
 NO_GPU = (
-    "times kernels on a CUDA GPU and torch sees none here: run it where `nvidia-smi` lists one and torch is a CUDA "
+    "measures on a CUDA GPU and torch sees none here: run it where `nvidia-smi` lists one and torch is a CUDA "
     "build (`sglang-dsa doctor` says what torch sees)"
 )
 

@@ -77,7 +77,7 @@ def config_values(path: str | None) -> dict[str, str]:
 def plan_launch(arguments: Sequence[str], *, on_cpu: bool, tiny_model: Path) -> Launch:
     """The server command for SGLang's `arguments`, completed with model, port, backend and the CPU's defaults.
 
-    Raises Failure when a flag lacks its value or the port asked for is taken.
+    Raises Failure when a flag lacks its value, a model's folder is not there or the port asked for is taken.
     """
     config = config_values(value_of(arguments, "--config"))
 
@@ -87,7 +87,12 @@ def plan_launch(arguments: Sequence[str], *, on_cpu: bool, tiny_model: Path) -> 
 
     added: list[str] = []
     notes: list[str] = []
-    if asked("--model-path", "--model") is None:
+    model = asked("--model-path", "--model")
+    if model is not None and model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
+        raise Failure(
+            f"--model {model} is not there: give a folder with config.json and weights, or a name on Hugging Face"
+        )
+    if model is None:
         added += ["--model-path", str(tiny_model)]
         notes.append(f"no --model given: serving the small random model {tiny_model} (its text means nothing)")
     if asked("--attention-backend") is None:

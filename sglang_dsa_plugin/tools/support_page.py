@@ -26,14 +26,15 @@ requests of a decode step; prefill means 256 rows or more, for picks 256 a reque
 what decode takes. Under `triton` and `deep_gemm`, picks on SM 9.0 are selected in CUDA C++, where cuda.core is
 installed and NVRTC serves the GPU, unless `SGLANG_DSA_PLUGIN_IMPL=triton` asks for Triton alone. Where dense prefill is
 `torch` on a GPU and sparse is not, short prompts run sparse instead. The choice does not depend on k from 64 to 4096,
-nor on the length of a request. Kernels of other packages that have not been measured to be faster are taken by name
-only; they have a table of their own below.
+nor on the length of a request, but for what its row below says of `deep_gemm`. Kernels of other packages that have not
+been measured to be faster are taken by name only; they have a table of their own below.
 """
 
 _BY_NAME = """## By name
 
 Implementations that need a package, most of them to call its kernels, and where they can run. `unasked` says where the
-table takes one by itself; elsewhere a flag (below) or `SGLANG_DSA_PLUGIN_IMPL` takes it.
+table takes one by itself; elsewhere a flag (below) or `SGLANG_DSA_PLUGIN_IMPL` takes it. For `sparse_mla` on SM 9.0 the
+measured table above goes ahead of it.
 """
 
 
@@ -44,7 +45,9 @@ def page() -> str:
 
 def _gpus() -> Iterator[str]:
     for sm in GPUS:
-        run = "run on such a GPU (H200)" if sm == 90 else "**not run**: compiled for, chosen by a mocked capability"
+        run = "**not run**: compiled for, chosen by a mocked capability"
+        if sm == 90:
+            run = "run on such a GPU (H200), float32 models excepted"
         yield f"## SM {sm // 10}.{sm % 10}\n\n{run}\n\n" + _table("cuda", sm) + _measured(sm)
 
 
@@ -128,7 +131,9 @@ def _by_name() -> Iterator[str]:
 
 
 def _combinations() -> Iterator[str]:
-    yield "## Combinations\n\nRefused when the server starts, by a message that names the flag and what to do:\n"
+    yield "## Combinations\n"
+    yield "What is served. Any other value is refused when the server starts, by a message that names the flag and"
+    yield "what to do:\n"
     yield "| flag | served |\n| --- | --- |"
     yield "| `--page-size` | 64, or left out |"
     yield f"| `--kv-cache-dtype` | {', '.join(plan.KV_CACHE_DTYPES)} |"

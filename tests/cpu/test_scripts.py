@@ -202,6 +202,14 @@ def test_unreadable_config_file_is_named(tmp_path, content):
         plan("--config", str(config))
 
 
+@pytest.mark.parametrize("flag", ["--model", "--model-path"])
+def test_a_model_that_is_not_there_is_said_at_once(flag, tmp_path):
+    with pytest.raises(Failure, match=f"--model {tmp_path}/none is not there: give a folder"):
+        plan(flag, f"{tmp_path}/none")
+    assert str(tmp_path) in plan(flag, str(tmp_path)).command
+    assert "some/name" in plan(flag, "some/name").command
+
+
 def test_taken_port_is_an_error_when_asked_for_and_avoided_when_not(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
