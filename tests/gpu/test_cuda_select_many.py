@@ -7,13 +7,12 @@ Tried here of the known faults: U15, U18, U20. tests/cpu/kernels/test_cuda_selec
 import pytest
 import torch
 
-from sglang_dsa_plugin.kernels.cuda import select as cuda_select
 from sglang_dsa_plugin.kernels.cuda import tables
 from sglang_dsa_plugin.kernels.triton import index_tables
 from sglang_dsa_plugin.ops import select
 from tests.cpu.ops import selection_inputs
 from tests.gpu import selection_checks
-from tests.gpu.cuda_picks import K, assert_picks, generator, ints, launched, lengths_of
+from tests.gpu.cuda_picks import K, assert_graph_follows, assert_picks, generator, ints, launched, lengths_of
 
 pytestmark = pytest.mark.gpu
 
@@ -101,28 +100,7 @@ def test_the_same_25_times(monkeypatch, kind):
 
 def test_a_captured_graph_follows_new_lengths_and_scores(monkeypatch):
     launched(monkeypatch)
-    width = 131072
-    scores, lengths = torch.zeros(MANY, width, device="cuda"), lengths_of(width, MANY)
-    table, owner = ints(0, 99999, MANY, width // 64), torch.arange(MANY, device="cuda")
-    beside = torch.empty(MANY, K, dtype=torch.int32, device="cuda")
-
-    def step():
-        return cuda_select.select_rows(scores, lengths, K, None, 0, 0, slots=(table, owner, 64), slots_out=beside)
-
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        picks = step()
-    for length in (131072, 131071, 32768, 8192, 4096, 2049, 2048, 5, 0):
-        for kind in ("sum of relus", "five values"):
-            scores.copy_(selection_inputs.scores(kind, MANY, width, generator(length)))
-            lengths.fill_(length)
-            lengths[MANY // 2 :] -= min(length, 1)
-            graph.replay()
-            want = selection_checks.by_sorting(scores, lengths, K)
-            assert torch.equal(picks, want)
-            assert torch.equal(beside, select.positions_to_slots(want, table, owner, impl="torch"))
+    assert_graph_follows(MANY)
 
 
 def test_the_operators(monkeypatch):

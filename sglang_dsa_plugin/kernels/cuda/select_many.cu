@@ -77,13 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_many_rows(
     wait_for_earlier();
 
     const float* line = scores + row * stride;
-    int length = load_int(lengths, row, wide & 1);
-    if (starts != nullptr) {
-        const int start = load_int(starts, row, wide & 2);
-        line += start;
-        length = min(length, width - start);
-    }
-    length = max(min(length, width), 0);
+    const int length = window_of(line, lengths, starts, row, width, wide);
     if (length <= k) let_next_start();
 
     Target to;

@@ -26,6 +26,19 @@ __device__ __forceinline__ int load_int(const void* p, long long i, bool wide) {
     return wide ? (int)((const long long*)p)[i] : ((const int*)p)[i];
 }
 
+// The length of a row's window, cut to the columns that exist; `line`, where the row begins, moves to the window's start.
+// wide: lengths (1) and starts (2) are int64.
+__device__ __forceinline__ int window_of(const float*& line, const void* lengths, const void* starts, long long row,
+                                         int width, int wide) {
+    int length = load_int(lengths, row, wide & 1);
+    if (starts != nullptr) {
+        const int start = load_int(starts, row, wide & 2);
+        line += start;
+        length = min(length, width - start);
+    }
+    return max(min(length, width), 0);
+}
+
 // Score order as integer order; -0.0 and 0.0 share a key, all NaN share the lowest.
 __device__ __forceinline__ int order_key(float x) {
     const int bits = __float_as_int(x), sign = bits >> 31;
