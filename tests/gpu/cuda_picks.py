@@ -88,3 +88,18 @@ def assert_graph_follows(rows):
             want = selection_checks.by_sorting(scores, lengths, K)
             assert torch.equal(picks, want)
             assert torch.equal(beside, select.positions_to_slots(want, table, owner, impl="torch"))
+
+
+def assert_windows(init, local, dtype, shape_of=None):
+    """Windows that begin anywhere in a group of four, forced tokens and offsets. shape_of: columns -> the launch."""
+    width, rows = 13000, 9
+    shape = None if shape_of is None else shape_of(width + 3)
+    starts = ints(0, 900, rows, seed=1)
+    lengths = torch.minimum(lengths_of(width, rows), width - starts).to(dtype)
+    offsets = ints(0, 10**6, rows).to(dtype)
+    for kind in ("thousands of values", "all equal", "mostly NaN", "any bits"):
+        whole = selection_inputs.scores(kind, rows, width + 40, generator(init))
+        for first in (0, 1, 2, 3):
+            scores = whole[:, first : first + width]
+            assert_picks(scores, lengths, K, starts.to(dtype), (init, local), offsets, shape=shape)
+            assert_picks(scores, lengths, K, None, (init, local), shape=shape)

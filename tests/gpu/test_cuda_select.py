@@ -12,7 +12,15 @@ from sglang_dsa_plugin.kernels.triton import index_tables
 from sglang_dsa_plugin.ops import select
 from tests.cpu.ops import selection_inputs
 from tests.gpu import selection_checks
-from tests.gpu.cuda_picks import K, assert_graph_follows, assert_picks, generator, ints, launched, lengths_of
+from tests.gpu.cuda_picks import (
+    K,
+    assert_graph_follows,
+    assert_picks,
+    assert_windows,
+    generator,
+    launched,
+    lengths_of,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -70,16 +78,7 @@ def test_numbers_of_rows(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_windows_forced_tokens_and_offsets(monkeypatch, init, local, dtype):
     launched(monkeypatch)
-    width, rows = 13000, 9
-    starts = ints(0, 900, rows, seed=1)
-    lengths = torch.minimum(lengths_of(width, rows), width - starts).to(dtype)
-    offsets = ints(0, 10**6, rows).to(dtype)
-    for kind in ("thousands of values", "all equal", "mostly NaN", "any bits"):
-        whole = selection_inputs.scores(kind, rows, width + 40, generator(init))
-        for first in (0, 1, 2, 3):
-            scores = whole[:, first : first + width]
-            assert_picks(scores, lengths, K, starts.to(dtype), (init, local), offsets)
-            assert_picks(scores, lengths, K, None, (init, local))
+    assert_windows(init, local, dtype)
 
 
 @pytest.mark.parametrize("rows", [2, 16, 64, 200])

@@ -42,33 +42,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_rows(
 
     if (length <= k || gridDim.x <= FEW_BLOCKS) let_next_start();
 
-    Target to;
-    to.out = out + row * k;
-    to.slots_out = slots_out + row * k;
-    to.offset = offsets == nullptr ? 0 : load_int(offsets, row, wide & 16);
-    const long long table_row = WRITE != POSITIONS ? load_int(requests, row, wide & 8) * table_stride : 0;
-
-    // Picks that no score decides.
-    if (length <= k || init + local > 0) {
-#pragma unroll 1
-        for (int i = rank * THREADS + thread; i < k; i += CLUSTER * THREADS) {
-            const bool late = i >= k - local;
-            if (length > k && i >= init && !late) continue;
-            const int p = length > k && late ? length - k + i : i < length ? i : -1;
-            int slot = -1;
-            if (WRITE != POSITIONS && p >= 0) slot = load_int(table, table_row + p / PAGE, wide & 4) * PAGE + p % PAGE;
-            put(to, i, p < 0 ? -1 : p + to.offset, slot);
-        }
-    }
+    Target to = target_of(out, slots_out, table, table_stride, requests, offsets, row, k, wide);
+    put_undecided(to, length, k, init, local, rank * THREADS + thread, CLUSTER * THREADS);
     const int want = k - init - local;
     if (length <= k || want == 0) return;
 
     // This block's stretch of the row, a part of it to each warp.
-    Stretch r;
-    r.shift = (int)((u64)line / 4 % 4);
-    r.base = line - r.shift;
-    r.first = r.shift + init;
-    r.end = r.shift + length - local;
+    Stretch r = stretch_of(line, init, length - local);
     const int rivals = r.end - r.first, vector0 = r.first / 4, vectors = (r.end + 3) / 4 - vector0;
     const int steps = (vectors + CLUSTER * THREADS - 1) / (CLUSTER * THREADS);
     const int block_first = vector0 + rank * THREADS * steps;
@@ -90,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_rows(
         const int last = (min(4 * (block_first + THREADS * steps), r.end) - r.shift - 1) / PAGE;
 #pragma unroll 1
         for (int i = thread; i <= last - to.first_page; i += THREADS)
-            sh.pages[i] = load_int(table, table_row + to.first_page + i, wide & 4);
+            sh.pages[i] = page_of(to, to.first_page + i);
     }
 
     // The map: from the lowest of the groups' best, so that few scores but more than `want` lie above it, to the best.

@@ -80,34 +80,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_many_rows(
     const int length = window_of(line, lengths, starts, row, width, wide);
     if (length <= k) let_next_start();
 
-    Target to;
-    to.out = out + row * k;
-    to.slots_out = slots_out + row * k;
-    to.offset = offsets == nullptr ? 0 : load_int(offsets, row, wide & 16);
-    to.table = table;
-    to.table_row = WRITE != POSITIONS ? load_int(requests, row, wide & 8) * table_stride : 0;
-    to.wide = wide & 4;
-
-    // Picks that no score decides.
-    if (length <= k || init + local > 0) {
-#pragma unroll 1
-        for (int i = thread; i < k; i += THREADS) {
-            const bool late = i >= k - local;
-            if (length > k && i >= init && !late) continue;
-            const int p = length > k && late ? length - k + i : i < length ? i : -1;
-            const int slot = WRITE != POSITIONS && p >= 0 ? slot_of(to, p) : -1;
-            to.out[i] = WRITE == SLOTS ? slot : p < 0 ? -1 : p + to.offset;
-            if (WRITE == BOTH) to.slots_out[i] = slot;
-        }
-    }
+    const Target to = target_of(out, slots_out, table, table_stride, requests, offsets, row, k, wide);
+    put_undecided(to, length, k, init, local, thread, THREADS);
     const int want = k - init - local;
     if (length <= k || want == 0) return;
 
-    Stretch r;
-    r.shift = (int)((u64)line / 4 % 4);
-    r.base = line - r.shift;
-    r.first = r.shift + init;
-    r.end = r.shift + length - local;
+    Stretch r = stretch_of(line, init, length - local);
     const int rivals = r.end - r.first;
     const int vector0 = r.first / 4, vector_end = (r.end + 3) / 4;
     Chunks chunks = {vector0, vector_end, (vector_end - vector0 + CHUNK - 1) / CHUNK, 0};

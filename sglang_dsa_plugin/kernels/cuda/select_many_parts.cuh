@@ -1,6 +1,7 @@
-// Parts of select_many.cu: what a block shares, where picks go, a search by counts, and a threshold from a sample.
+// Parts of select_many.cu: what a block shares, a search by counts, and a threshold from a sample.
 
 #include "select_scores.cuh"
+#include "select_picks.cuh"
 #include "compare.cuh"
 #include "copies.cuh"
 
@@ -30,24 +31,9 @@ static_assert(BINS / THREADS % 4 == 0, "find_bin reads four counts at a time");
 static_assert(2 * STRATA <= LISTED, "the sample lies where the list does, and short rows fill it");
 static_assert(STRATA < THREADS || STRATA % THREADS == 0, "threads take whole turns at the sample");
 
-struct Target {
-    int* out;
-    int* slots_out;                 // where slots go while positions go to out
-    const void* table;
-    long long table_row;
-    int offset;
-    bool wide;                      // the table is int64
-};
-
-__device__ __forceinline__ int slot_of(const Target& to, u32 p) {
-    return load_int(to.table, to.table_row + p / PAGE, to.wide) * PAGE + p % PAGE;
-}
-
 // Position p to place i of the picks.
 __device__ __forceinline__ void put(const Shared&, const Target& to, int i, u32 p) {
-    const int slot = WRITE == POSITIONS ? 0 : slot_of(to, p);
-    to.out[i] = WRITE == SLOTS ? slot : p + to.offset;
-    if (WRITE == BOTH) to.slots_out[i] = slot;
+    put(to, i, p + to.offset, WRITE == POSITIONS ? 0 : slot_of(to, p));
 }
 
 // By all threads, after a barrier behind the counts, which are at least `need`: the bin in which the `need`-th count

@@ -1,6 +1,7 @@
-// Parts of select.cu: what a block knows of its row, how scores are read and picks are written.
+// Parts of select.cu: what a block shares, how scores are read again and picks are written.
 
 #include "select_scores.cuh"
+#include "select_picks.cuh"
 
 #define BINS 2048
 #define GROUP 16              // bins that are summed over the cluster together first
@@ -30,13 +31,6 @@ struct Shared {
     int pages[PAGES];         // entries of the page table for this block's stretch
 };
 
-struct Target {
-    int* out;
-    int* slots_out;           // where slots go while positions go to out
-    int offset;
-    int first_page;           // that of sh.pages[0]
-};
-
 // f(number, first element, four scores) for each of this thread's vectors, and done(first element of number 0) after
 // every few, when numbers begin again; a warp's threads go together, in ascending position.
 template <class F, class D>
@@ -63,11 +57,6 @@ __device__ __forceinline__ void sweep(const Stretch& r, const float4* held, F f,
         done(4 * (r.vector + 32 * s));
     }
 #endif
-}
-
-__device__ __forceinline__ void put(const Target& to, int i, int position, int slot) {
-    to.out[i] = WRITE == SLOTS ? slot : position;
-    if (WRITE == BOTH) to.slots_out[i] = slot;
 }
 
 // Position p to place i of the picks.

@@ -39,6 +39,16 @@ __device__ __forceinline__ int window_of(const float*& line, const void* lengths
     return max(min(length, width), 0);
 }
 
+// Positions first .. end - 1 of a window compete.
+__device__ __forceinline__ Stretch stretch_of(const float* line, int first, int end) {
+    Stretch r;
+    r.shift = (int)((u64)line / 4 % 4);
+    r.base = line - r.shift;
+    r.first = r.shift + first;
+    r.end = r.shift + end;
+    return r;
+}
+
 // Score order as integer order; -0.0 and 0.0 share a key, all NaN share the lowest.
 __device__ __forceinline__ int order_key(float x) {
     const int bits = __float_as_int(x), sign = bits >> 31;

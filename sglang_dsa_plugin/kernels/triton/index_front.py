@@ -183,16 +183,15 @@ def _programs(device: torch.device) -> int:
 
 def _common(device: torch.device, layout: str, fp8: bool) -> dict[str, object]:
     """Compile-time arguments and launch options of all kernels here."""
-    early = pdl.used(index_tables.gpu_of(device))
+    gpu = index_tables.gpu_of(device)
     return {
         "HALF": layout == "half",
         "FP8_KEYS": fp8,
-        "CVT": has_cvt(index_tables.gpu_of(device)),
+        "CVT": has_cvt(gpu),
         "TILE": TILE,
         "DIM": INDEX_DIM,
         "ROPE": ROPE_DIM,
         "NORM": INDEX_DIM**-0.5,
-        "PDL": early,
         "enable_fp_fusion": False,
-        **pdl.options(early),
+        **pdl.arguments(gpu),
     }

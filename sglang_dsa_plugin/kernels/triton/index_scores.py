@@ -104,7 +104,8 @@ def score_paged(
         pages = pages.view(FP8)
     kind, q, k = _operands(q, pages)
     requests = requests or page_table.shape[0]
-    tiles = index_tables.stream_tiles(index_tables.gpu_of(q.device), kind, q.shape[1], q.shape[0], requests)
+    gpu = index_tables.gpu_of(q.device)
+    tiles = index_tables.stream_tiles(gpu, kind, q.shape[1], q.shape[0], requests)
     if tiles is None:
         if tickets is not None:
             tickets.zero_()
@@ -113,7 +114,6 @@ def score_paged(
         )
         return
     rows, heads, _ = q.shape
-    early = pdl.used(index_tables.gpu_of(q.device))
     keys_kernel[(tiles.programs,)](
         q,
         k,
@@ -138,9 +138,8 @@ def score_paged(
         ROWS=index_tables.power_of_two(rows),
         KIND=kind,
         STAGES=tiles.stages,
-        PDL=early,
         num_warps=tiles.warps,
-        **pdl.options(early),
+        **pdl.arguments(gpu),
     )
 
 

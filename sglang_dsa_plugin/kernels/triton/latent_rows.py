@@ -91,7 +91,6 @@ def store(
         kind = "unit"
         values = scales = turned = rows.view(torch.uint8)
     gpu = index_tables.gpu_of(rows.device)
-    early = pdl.used(gpu)
     store_kernel[(slots.shape[0],)](
         latent,
         rope,
@@ -113,7 +112,6 @@ def store(
         SCALES_AT=_SCALES_AT,
         ROPE_AT=rope_at,
         CVT=has_cvt(gpu),
-        PDL=early,
         num_warps=1,
-        **pdl.options(early),
+        **pdl.arguments(gpu),
     )

@@ -1,7 +1,7 @@
 """Programmatic dependent launch (SM 9.0 and later): a kernel's blocks take their places while the kernel ahead of it in
 the stream still runs, and wait there. Between the short kernels of a decode step it hides most of a launch.
 
-A kernel launched with `options` waits in every program before it touches memory that another kernel may write or read,
+A kernel launched with `arguments` waits in every program before it touches memory that another one may write or read,
 and lets the next one start behind its own wait, never ahead of it: else the next could overtake the one before. When it
 does so was measured for each (docs/benchmarks.md): programs that come early lie unevenly where some processors have
 more room than others, and those that wait slow down those that work. So a short kernel does it at once, a long one not
@@ -17,14 +17,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .index_tables import Gpu
 
 
-def used(gpu: Gpu) -> bool:
-    """Whether kernels are launched so on this GPU."""
-    return gpu.kind == "cuda" and gpu.sm >= 90
-
-
-def options(pdl: bool) -> dict[str, bool]:
-    """Launch options of a kernel with PDL=pdl. The interpreter and AMD do not know the option."""
-    return {"launch_pdl": True} if pdl else {}
+def arguments(gpu: Gpu) -> dict[str, bool]:
+    """What a kernel is launched with: its constant PDL, and an option that the interpreter and AMD do not know."""
+    used = gpu.kind == "cuda" and gpu.sm >= 90
+    return {"PDL": used} | ({"launch_pdl": True} if used else {})
 
 
 @triton.jit

@@ -5,7 +5,6 @@ No host synchronisation and no state between calls, so a call can be captured in
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -14,6 +13,7 @@ import triton
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM
 from sglang_dsa_plugin.kernels.triton import index_tables, pdl
 from sglang_dsa_plugin.kernels.triton import sparse_mla_tiles as tiles
+from sglang_dsa_plugin.kernels.triton.e4m3 import has_cvt
 from sglang_dsa_plugin.kernels.triton.layouts import RowViews, row_views
 from sglang_dsa_plugin.kernels.triton.sparse_mla_gather import gather_kernel
 from sglang_dsa_plugin.kernels.triton.sparse_mla_merge import merge_kernel
@@ -47,12 +47,12 @@ def sparse_mla(
     if not (rows and heads and picks and count):
         return out.zero_(), lse.fill_(-math.inf)
     views = row_views(kv_rows, layout)
-    sm, processors, decode = _device(q.device)
+    gpu = index_tables.gpu_of(q.device)
+    sm = gpu.sm if gpu.kind == "cuda" else None
     q_parts = _Q_PARTS[q.dtype]
     if plan is None:
         hopper = sm == 90 and q_parts == 1 and views.unit == 16
-        plan = tiles.choose(sm, processors, layout, rows, heads, picks, hopper, q_parts)
-    early = pdl.used(index_tables.gpu_of(q.device))
+        plan = tiles.choose(sm, gpu.processors, layout, rows, heads, picks, hopper, q_parts)
     if plan.splits > 1:
         part = torch.empty(rows, plan.splits, heads, LATENT_DIM, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(rows, plan.splits, heads, dtype=torch.float32, device=q.device)
@@ -84,12 +84,11 @@ def sparse_mla(
         HAS_LENGTHS=lengths is not None,
         HAS_SINK=sink is not None,
         PARTIAL=plan.splits > 1,
-        PDL=early,
         # With lengths the end of a row is known: it need not be looked for.
         SCAN=_scan(plan.split_picks) if lengths is None else 0,
         BLOCK_H=plan.block_h,
         num_warps=plan.warps,
-        **pdl.options(early),
+        **pdl.arguments(gpu),
     )
     grid = (rows * plan.splits * triton.cdiv(heads, plan.block_h),)
     if plan.kernel == "wide":
@@ -110,13 +109,13 @@ def sparse_mla(
             ROPE_WORDS=views.rope_words,
             HAS_SCALES=views.has_scales,
             Q_PARTS=q_parts,
-            DECODE=decode,
+            DECODE=_decode(gpu),
             BLOCK_N=plan.block_n,
             num_stages=plan.stages,
             **arguments,
         )
     if plan.splits > 1:
-        _merge(part, part_lse, sink, out, lse, early)
+        _merge(gpu, part, part_lse, sink, out, lse)
     return out, lse
 
 
@@ -165,12 +164,12 @@ def _wide(
 
 
 def _merge(
+    gpu: index_tables.Gpu,
     part: torch.Tensor,
     part_lse: torch.Tensor,
     sink: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
-    early: bool,
 ) -> None:
     rows, splits, heads, _ = part.shape
     padded = triton.next_power_of_2(splits)
@@ -187,11 +186,10 @@ def _merge(
         out.stride(0),
         out.stride(1),
         HAS_SINK=sink is not None,
-        PDL=early,
         SPLITS=padded,
         COLUMNS=columns,
         num_warps=4,
-        **pdl.options(early),
+        **pdl.arguments(gpu),
     )
 
 
@@ -200,12 +198,6 @@ def _scan(split_picks: int) -> int:
     return 0 if split_picks > 4096 else max(512, triton.next_power_of_2(split_picks))
 
 
-@functools.cache
-def _device(device: torch.device) -> tuple[int | None, int, str]:
-    """(SM or None, number of processors, how e4m3 is decoded)."""
-    if device.type != "cuda" or torch.version.hip:
-        count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        return None, count, "ops"
-    major, minor = torch.cuda.get_device_capability(device)
-    sm = 10 * major + minor
-    return sm, torch.cuda.get_device_properties(device).multi_processor_count, "cvt" if sm >= 89 else "bits"
+def _decode(gpu: index_tables.Gpu) -> str:
+    """How e4m3 is decoded."""
+    return "ops" if gpu.kind != "cuda" else "cvt" if has_cvt(gpu) else "bits"

@@ -110,7 +110,6 @@ def seen(monkeypatch):
     monkeypatch.setattr(program, "kernel", kernel)
     package = types.SimpleNamespace(fp8_mqa_logits=scores_of_deep_gemm, get_num_sms=lambda: H200.processors)
     monkeypatch.setitem(sys.modules, "deep_gemm", package)
-    monkeypatch.setattr(sparse_mla, "_device", lambda device: (90, 132, "cvt"))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 import re
 import shutil
 import subprocess
@@ -16,12 +17,14 @@ import torch
 from sglang_dsa_plugin.kernels.cuda import program
 from sglang_dsa_plugin.kernels.cuda.select import Form
 from sglang_dsa_plugin.ops import select
+from tests.cpu.ops import selection_inputs
 
 needs = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build it with"),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fibers by ucontext"),
 ]
 
+FORCED = [(0, 0), (4, 64), (0, 3), (100, 1000), (5000, 5)]
 RUN = """
 extern "C" bool run(const float* scores, long long stride, const void* lengths, const void* starts, int* out,
                     int* slots_out, const void* table, long long table_stride, const void* requests,
@@ -97,3 +100,15 @@ def assert_picks(
     moved = want if offsets is None else torch.where(want >= 0, want + offsets.unsqueeze(1), -1)
     assert torch.equal(out, moved.int())
     assert torch.equal(slots, select.positions_to_slots(want, table, owner, 64, impl="torch"))
+
+
+def assert_random_windows(run: Callable[..., bool], number: random.Random, width: int, k: int, trial: int) -> None:
+    """Four rows of any kind of scores, with windows and offsets in some trials, forced tokens and int64 tensors."""
+    kind = number.choice(list(selection_inputs.KINDS))
+    scores = selection_inputs.scores(kind, 4, width, torch.Generator().manual_seed(trial))
+    starts = torch.tensor([number.randrange(width // 3 + 1) for _ in range(4)]) if trial % 2 else None
+    room = width - (torch.zeros(4, dtype=torch.int64) if starts is None else starts)
+    lengths = torch.minimum(torch.tensor([width, k, k + 1, number.randrange(width + 1)]), room)
+    offsets = torch.tensor([0, 5, 10**6, 77]) if trial % 3 == 0 else None
+    forced = number.choice(FORCED)
+    assert_picks(run, scores, lengths, k, starts, forced, offsets, wide=number.randrange(32), seed=trial)

@@ -11,7 +11,7 @@ import torch
 from sglang_dsa_plugin.kernels.cuda import select as cuda_select
 from sglang_dsa_plugin.kernels.cuda import tables
 from tests.cpu.kernels import cuda_emulation
-from tests.cpu.kernels.cuda_emulation import assert_picks
+from tests.cpu.kernels.cuda_emulation import assert_picks, assert_random_windows
 from tests.cpu.ops import selection_inputs
 
 pytestmark = cuda_emulation.needs
@@ -19,7 +19,6 @@ pytestmark = cuda_emulation.needs
 # (threads, cluster, held): each way through the source with few threads, then what is launched on an H200.
 SMALL = [(128, 2, 4), (256, 1, 0), (128, 8, 4)]
 MORE = [(128, 4, 0), (128, 16, 1), (1024, 2, 4), (512, 8, 8), (512, 4, 4)]
-FORCED = [(0, 0), (4, 64), (0, 3), (100, 1000), (5000, 5)]
 
 
 @pytest.fixture(
@@ -46,11 +45,4 @@ def test_windows_forced_tokens_offsets_and_widths(form, trial):
     run, most = form
     number = random.Random(trial)
     width, k = number.randrange(2, most - 3), number.choice([1, 64, number.randrange(1, 1500)])
-    kind = number.choice(list(selection_inputs.KINDS))
-    scores = selection_inputs.scores(kind, 4, width, torch.Generator().manual_seed(trial))
-    starts = torch.tensor([number.randrange(width // 3 + 1) for _ in range(4)]) if trial % 2 else None
-    room = width - (torch.zeros(4, dtype=torch.int64) if starts is None else starts)
-    lengths = torch.minimum(torch.tensor([width, k, k + 1, number.randrange(width + 1)]), room)
-    offsets = torch.tensor([0, 5, 10**6, 77]) if trial % 3 == 0 else None
-    forced = number.choice(FORCED)
-    assert_picks(run, scores, lengths, k, starts, forced, offsets, wide=number.randrange(32), seed=trial)
+    assert_random_windows(run, number, width, k, trial)

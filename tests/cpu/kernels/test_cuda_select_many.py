@@ -12,13 +12,12 @@ from sglang_dsa_plugin.kernels.cuda import select as cuda_select
 from sglang_dsa_plugin.kernels.cuda import tables
 from sglang_dsa_plugin.kernels.triton.index_tables import Gpu
 from tests.cpu.kernels import cuda_emulation
-from tests.cpu.kernels.cuda_emulation import assert_picks
+from tests.cpu.kernels.cuda_emulation import assert_picks, assert_random_windows
 from tests.cpu.ops import selection_inputs
 
 pytestmark = cuda_emulation.needs
 
 SHARED = "extern __shared__ __align__(128) char shared[];\n    Shared& sh = *(Shared*)shared;"
-FORCED = [(0, 0), (4, 64), (0, 3), (100, 1000), (5000, 5)]
 # (threads, batch, strata, listed): lists that are often too short or too long, and one of a usual length.
 FORMS = [(128, 4, 64, 1024), (256, 8, 512, 2048)]
 
@@ -55,14 +54,7 @@ def test_windows_forced_tokens_offsets_and_widths(form, trial):
     number = random.Random(trial)
     width = number.randrange(2, 8 * listed)
     k = number.choice([1, 64, number.randrange(1, listed * 5 // 8)])
-    kind = number.choice(list(selection_inputs.KINDS))
-    scores = selection_inputs.scores(kind, 4, width, torch.Generator().manual_seed(trial))
-    starts = torch.tensor([number.randrange(width // 3 + 1) for _ in range(4)]) if trial % 2 else None
-    room = width - (torch.zeros(4, dtype=torch.int64) if starts is None else starts)
-    lengths = torch.minimum(torch.tensor([width, k, k + 1, number.randrange(width + 1)]), room)
-    offsets = torch.tensor([0, 5, 10**6, 77]) if trial % 3 == 0 else None
-    forced = number.choice(FORCED)
-    assert_picks(run, scores, lengths, k, starts, forced, offsets, wide=number.randrange(32), seed=trial)
+    assert_random_windows(run, number, width, k, trial)
 
 
 @pytest.mark.full

@@ -57,8 +57,9 @@ def gpu_of(name):
 def compiled(kernel, name, constants, warps, **types):
     signature, aligned, options = {}, {}, {"num_warps": warps}
     if "PDL" in kernel.arg_names:
-        constants = constants | {"PDL": pdl.used(gpu_of(name))}
-        options |= pdl.options(constants["PDL"])
+        given = pdl.arguments(gpu_of(name))
+        constants = constants | {"PDL": given.pop("PDL")}
+        options |= given
     for i, parameter in enumerate(kernel.params):
         if parameter.name in constants:
             signature[parameter.name] = "constexpr"
