@@ -105,6 +105,7 @@ class Implementation:
     exact: whether its result is held to the operator's bound (docs/operators.md); a few of other packages cannot be.
     capturable: a CUDA graph may record it: it reads no values on the host, and its shapes follow from its arguments'.
     takes: optional arguments of the operator that it knows itself; the operator makes up for those that it does not.
+    plans: as target, what it makes once a step for all layers; None where there is nothing to make.
     note: why the row exists or where it stops, shown by the doctor.
     """
 
@@ -124,6 +125,7 @@ class Implementation:
     exact: bool = True
     capturable: bool = False
     takes: frozenset[str] = frozenset()
+    plans: str | None = None
     note: str = ""
 
     @property
@@ -177,7 +179,14 @@ class Implementation:
         """Import and return the callable; ImportError names the operator and implementation."""
         if callable(self.target):
             return self.target
-        found = _import_target(self.target, self.arguments)
+        return self._loaded(self.target)
+
+    def load_plan(self) -> Callable[..., Any] | None:
+        """The same of what it makes once a step."""
+        return None if self.plans is None else self._loaded(self.plans)
+
+    def _loaded(self, target: str) -> Callable[..., Any]:
+        found = _import_target(target, self.arguments)
         return on_its_device(found) if self.devices == {"cuda"} else found
 
 

@@ -195,6 +195,7 @@ def _index_rows() -> list[Implementation]:
                     arguments=(("scores", scores), ("selection", selection)),
                     exact=exact,
                     takes=frozenset({"slots_out"}),
+                    plans=f"{_VENDOR}.index_select:plan" if scores == "deep_gemm" else None,
                     capturable=True,
                     note=note,
                     **features,
