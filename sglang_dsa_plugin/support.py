@@ -270,9 +270,10 @@ def choose(
     dtype: torch.dtype | None = None,
     rows: int | None = None,
     packages: str = "installed",
+    planned: bool = False,
 ) -> Choice:
     """Pick the implementation of `operator` for this device and these features (dtype: of q; rows: query rows;
-    packages: see Request).
+    packages, planned: see Request).
 
     `impl` forces a row by name. Raises ValueError when the operator is unknown, when a forced row does not exist or
     cannot run here (with its reason), or when no row can.
@@ -282,7 +283,7 @@ def choose(
     if kind == "cuda" and sm is None:
         sm = _device_sm(torch.device(device).index or 0)
     step = None if rows is None else max(s for s in ROW_STEPS if s <= rows)
-    asked = Request(kind, sm, layout, heads, k, dtype, step, packages)
+    asked = Request(kind, sm, layout, heads, k, dtype, step, packages, planned)
     # What was measured here says nothing about a machine with other packages.
     if impl is None and kind == "cuda" and packages == "installed":
         best = tuned.preferred(operator, sm, torch.device(device).index, layout, heads, step)

@@ -163,8 +163,7 @@ class DsaIndexer(torch.nn.Module):
             else:
                 self.token.store_keys(*keys, positions)
                 query = self.token.queries(*projections, positions)
-            impl = self._impl_decode if forward_batch.forward_mode.is_decode() else self._impl_prefill
-            picks = self._select(query, step, pages, impl)
+            picks = self._select(query, step, pages, forward_batch.forward_mode.is_decode())
         else:
             self.token.store_keys(*keys, positions)
         picks = maybe_capture_indexer_topk(layer_id, self._same_on_all_ranks(picks))
@@ -172,8 +171,10 @@ class DsaIndexer(torch.nn.Module):
             step.picks = picks
         return picks if return_indices else None
 
-    def _select(self, query: IndexQuery, step: StepMetadata, keys: torch.Tensor, impl: str | None) -> torch.Tensor:
-        """Picks by score; keys: index pages of the layer; impl: implementation by name."""
+    def _select(self, query: IndexQuery, step: StepMetadata, keys: torch.Tensor, decode: bool) -> torch.Tensor:
+        """Picks by score; keys: index pages of the layer; decode: the step has one row a request."""
+        impl = self._impl_decode if decode else self._impl_prefill
+        plan = step.index_plan(keys, self.index_topk, self.n_heads, impl) if decode and keys.is_cuda else None
         # On a GPU slots cost no launch of their own; they must be those of the picks that attention gets.
         slots = None
         if keys.is_cuda and not _picks_of_rank_0():
@@ -189,6 +190,7 @@ class DsaIndexer(torch.nn.Module):
             init_tokens=self.config.index_init_tokens,
             local_tokens=self.config.index_local_tokens,
             slots_out=slots,
+            plan=plan,
             impl=impl,
         )
         if slots is not None:

@@ -137,9 +137,8 @@ def plan(
     op = "index_select.plan"
     budget = _check_picks(op, topk, 0, 0, budget_bytes)
     dtype = FP8 if pages.dtype == torch.uint8 else pages.dtype
-    requests = page_table.shape[0]
     features = {"device": pages.device, "impl": impl, "heads": heads, "k": topk, "dtype": dtype}
-    choice = support.choose("index_select_paged", **features, rows=lengths.shape[0] // max(1, requests))
+    choice = support.choose("index_select_paged", **features, rows=lengths.shape[0], planned=True)
     make = choice.implementation.load_plan()
     made = None if make is None else make(lengths, pages, page_table, row_to_request, topk, budget)
     return None if made is None else Plan(choice.name, made)
