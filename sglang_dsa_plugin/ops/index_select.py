@@ -39,7 +39,7 @@ def ragged(
     k: torch.Tensor,
     k_scale: torch.Tensor | None,
     gate: torch.Tensor,
-    start: torch.Tensor,
+    start: torch.Tensor | None,
     end: torch.Tensor,
     topk: int,
     offsets: torch.Tensor | None = None,
@@ -60,7 +60,9 @@ def ragged(
         _check.index_tensor(op, "offsets", offsets, (q.shape[0],), q.device)
     budget = _check_picks(op, topk, init_tokens, local_tokens, budget_bytes)
     features = {"heads": q.shape[1], "k": topk, "dtype": q.dtype, "rows": q.shape[0]}
-    run = support.resolve("index_select_ragged", device=q.device, impl=impl, **features)
+    choice = support.choose("index_select_ragged", device=q.device, impl=impl, **features)
+    start = index_scores.start_for(choice, start, end)
+    run = choice.implementation.load()
     return run(q, k, k_scale, gate, start, end, topk, init_tokens, local_tokens, budget, offsets)
 
 
@@ -163,7 +165,7 @@ def reference_ragged(
     k: torch.Tensor,
     k_scale: torch.Tensor | None,
     gate: torch.Tensor,
-    start: torch.Tensor,
+    start: torch.Tensor | None,
     end: torch.Tensor,
     topk: int,
     offsets: torch.Tensor | None = None,
@@ -175,6 +177,7 @@ def reference_ragged(
     Scores of an implementation are rounded to f32, so near-equal scores may order differently there; give it data whose
     scores are exact in f32 to compare picks bit for bit.
     """
+    start = torch.zeros_like(end) if start is None else start
     scores = index_scores.reference_ragged(q, k, k_scale, gate, start, end)
     picks = select.reference(scores, (end - start).clamp(min=0), topk, None, init_tokens, local_tokens)
     if offsets is not None:

@@ -34,7 +34,7 @@ def ragged(
     k: torch.Tensor,
     k_scale: torch.Tensor,
     gate: torch.Tensor,
-    start: torch.Tensor,
+    start: torch.Tensor | None,
     end: torch.Tensor,
     k_picks: int,
     init_tokens: int,
@@ -45,7 +45,8 @@ def ragged(
     """`ops.index_select.ragged` for e4m3 q and k, scores by DeepGEMM: positions int32 [R, k_picks], plus `offsets`. A
     budget too small for the scores of one row is served by Triton.
     """
-    lengths, width = (end - start).clamp(min=0).to(torch.int32), k.shape[0]
+    width = k.shape[0]
+    lengths = (end if start is None else end - start).clamp(min=0).to(torch.int32)
     if width <= k_picks:
         picks = identity(lengths, k_picks)
         return picks if offsets is None else add_offsets(picks, offsets)
@@ -53,6 +54,7 @@ def ragged(
     if not group:
         from sglang_dsa_plugin.kernels.triton import index_select
 
+        start = torch.zeros_like(end) if start is None else start
         return index_select.ragged(
             q, k, k_scale, gate, start, end, k_picks, init_tokens, local_tokens, budget_bytes, offsets
         )

@@ -225,8 +225,9 @@ else:
         start = torch.tensor([0, 5, 200, 300, 0, 10, 10, 299, 0], dtype=torch.int32)
         end = torch.tensor([300, 5, 263, 300, 1, 9, 200, 300, 150], dtype=torch.int32)
         for width in (None, 64, 350):
-            got = deep_gemm.ragged(q, k, scale, gate, start, end, width)
-            assert torch.equal(got, index_scores.reference_ragged(q, k, scale, gate, start, end, width).float())
+            for begin in (start, None):
+                got = deep_gemm.ragged(q, k, scale, gate, begin, end, width)
+                assert torch.equal(got, index_scores.reference_ragged(q, k, scale, gate, begin, end, width).float())
 
     @pytest.mark.parametrize(
         ("heads", "capability", "most"), [(8, (9, 0), 2048), (64, (10, 0), vendor_fakes.PROCESSORS)]
@@ -372,7 +373,7 @@ else:
         assert torch.equal(got, torch.where(place < short.unsqueeze(1), place, -1)) and len(calls) == 1
 
     def test_nothing_to_plan(gathers):
-        q, pages, gate, lengths, table, owner = prefill_problem()
+        _, pages, _, lengths, table, owner = prefill_problem()
         by = {"scores": "deep_gemm", "selection": "triton"}
         assert vendor_select.plan(lengths, pages, table, owner, 64, 1 << 20, **by) is None, "keys are gathered"
         assert vendor_select.plan(lengths, pages, table, owner, 320, 1 << 20, **by) is None, "no row is longer"
@@ -420,6 +421,8 @@ else:
         got = vendor_select.ragged(*arguments, 17 * row, offsets)
         want = index_select.reference_ragged(*arguments[:7], offsets, 2, 3)
         assert torch.equal(got, want) and gathers == [(16, 320), (16, 320), (8, 320)]
+        whole = (q, k, scale, gate, None, lengths, 64, 2, 3)
+        assert torch.equal(vendor_select.ragged(*whole, 1 << 20), index_select.reference_ragged(*whole[:7], None, 2, 3))
         monkeypatch.setattr(triton_select, "ragged", lambda *given: given[6:])
         assert vendor_select.ragged(*arguments, 4 * row - 1, offsets) == (64, 2, 3, 4 * row - 1, offsets)
 
