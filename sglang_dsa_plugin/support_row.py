@@ -9,7 +9,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -157,7 +157,11 @@ class Implementation:
         if self.dtypes is not None and asked.dtype is not None and asked.dtype not in self.dtypes:
             names = "/".join(sorted(str(d).removeprefix("torch.") for d in self.dtypes))
             return f"takes {names}, not {str(asked.dtype).removeprefix('torch.')}"
-        first = self.planned if asked.planned and self.planned is not None else self.first
+        first = self.first
+        if asked.planned and self.planned is not None:
+            first = self.planned
+        elif asked.planned:  # `first` counts the rows of a request, of which a step that is planned has one
+            asked = replace(asked, rows=0)
         if not named and first is not None and (why := first.why_not(asked)) is not None:
             return why
         return next(filter(None, (_missing(package, asked.packages) for package in self.packages)), None)

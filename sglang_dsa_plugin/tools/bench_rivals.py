@@ -134,16 +134,9 @@ def _flash_mla_sparse(inputs: Inputs) -> Call:
     return call
 
 
-def _deep_gemm() -> Any:
-    # Its kernels as programmatic dependents, as SGLang has them from its start on (SGLANG_DEEPGEMM_PDL).
+def _paged_scores(inputs: Inputs) -> Call:
     import deep_gemm
 
-    deep_gemm.set_pdl(True)
-    return deep_gemm
-
-
-def _paged_scores(inputs: Inputs) -> Call:
-    deep_gemm = _deep_gemm()
     pages = inputs.pages.view(-1, PAGE_SIZE, 1, INDEX_DIM + 4)
     lengths = inputs.lengths.view(-1, 1)
     schedule = deep_gemm.get_paged_mqa_logits_metadata(lengths, PAGE_SIZE, deep_gemm.get_num_sms())
@@ -161,7 +154,7 @@ def _paged_scores(inputs: Inputs) -> Call:
 
 
 def _ragged_scores(inputs: Inputs) -> Call:
-    deep_gemm = _deep_gemm()
+    import deep_gemm
 
     def call() -> torch.Tensor:
         keys = (inputs.k, inputs.k_scale)

@@ -105,10 +105,6 @@ def flash_mla_with_kvcache(
     return out.unsqueeze(1), None
 
 
-def set_pdl(enable):
-    assert enable is True
-
-
 def get_paged_mqa_logits_metadata(context_lens, block_kv, num_sms):
     assert context_lens.dim() == 2 and context_lens.dtype == torch.int32 and block_kv == 64
     return "schedule", num_sms
@@ -197,7 +193,6 @@ def packages(monkeypatch):
             setattr(module, function.__name__, noted(name, function))
         monkeypatch.setitem(sys.modules, name, module)
     sys.modules["deep_gemm"].get_num_sms = lambda: 132
-    sys.modules["deep_gemm"].set_pdl = set_pdl
     stream = type("Stream", (), {"wait_stream": lambda self, other: None})
     monkeypatch.setattr(torch.cuda, "Stream", stream)
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
