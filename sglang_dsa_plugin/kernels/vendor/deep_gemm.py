@@ -56,7 +56,7 @@ def ragged(
         lengths = lengths.clamp(min=0, max=width)
         return fill_past(ragged_scores(q, k, k_scale, gate, *windows(start, lengths, keys), width), lengths)
     used = min(width, keys)
-    window = windows(torch.zeros_like(end), lengths.clamp(max=used), used)
+    window = torch.zeros_like(end, dtype=torch.int32), end.clamp(min=1, max=used).to(torch.int32)
     scores = ragged_scores(q, k[:used], k_scale[:used], gate, *window, None)
     return fill_past(scores if used == width else pad(scores, (0, width - used)), lengths)
 

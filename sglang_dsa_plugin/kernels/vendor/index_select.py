@@ -6,11 +6,14 @@ Rows are worked off in groups whose scores, with what the selection needs, fit t
   the keys of the batch's requests are gathered from their pages first, 132 bytes a token of the page table, once a call
   and for all of its rows: 53 MB for eight requests of 50,000 tokens. They count towards the budget. No length is read
   on the host, so every request takes the room of the longest. Where they would take more than half of the budget, or
-  what is left does not hold the scores of a row, scores are Triton's and nothing is gathered. Columns of scores count
-  from the first key of a row's own request, so they are as wide as the longest request, not as all together. Rows of a
-  request should lie together: the kernel reads all keys between those of its neighbours in a group of 128 / heads rows.
-- `paged`: a copy of the page table's row for each row; scores only count. It scores short rows, too, does not split
-  one row, and refuses a budget below the scores of a single row.
+  what is left does not hold the scores of a few rows, scores are Triton's and nothing is gathered. Columns of scores
+  count from the first key of a row's own request, so they are as wide as the longest request, not as all together. For
+  a single request, and for windows of keys that lie in one piece already, columns are keys, which DeepGEMM is faster
+  at, and selection is told where a window begins. Rows of a request should lie together: the kernel reads all keys
+  between those of its neighbours in a group of 128 / heads rows.
+- `paged`: a copy of the page table's row for each row; scores only count. Rows up to k are scored as if they had one
+  key; it does not split one row, and refuses a budget below the scores of a single row. What it needs of a step
+  (deep_gemm_plan.py) is the same for all layers: `plan` makes it once, and without it every call does.
 """
 
 from __future__ import annotations
@@ -89,7 +92,7 @@ def paged(
     from sglang_dsa_plugin.kernels.triton import select
 
     rows, width = q.shape[0], page_table.shape[1] * PAGE_SIZE
-    if width <= k:
+    if width <= k or not rows or not len(pages):
         picks = identity(lengths, k)
         if slots_out is not None:
             select.positions_to_slots(picks, page_table, row_to_request, PAGE_SIZE, out=slots_out)
@@ -97,7 +100,13 @@ def paged(
     forced = (init_tokens, local_tokens)
     if (scores, selection) == ("deep_gemm", "triton") and rows >= MANY_ROWS * page_table.shape[0]:
         return _gathered(q, pages, gate, lengths, page_table, row_to_request, k, forced, budget_bytes, slots, slots_out)
-    step = _rows_of_a_group(rows, width, budget_bytes, scores, selection)
+    step, a_row = _rows_of_a_group(rows, width, budget_bytes, scores, selection)
+    if not step:
+        raise ValueError(
+            f"index_select.paged: budget_bytes must be at least {a_row} for rows of {width} keys with scores by "
+            f"{scores} and selection by {selection}, got {budget_bytes}; set SGLANG_DSA_PLUGIN_SCORES_MB to "
+            f"{-(-a_row // 2**20)} or more"
+        )
     if scores == "deep_gemm":
         step = min(step, deep_gemm_plan.rows_a_call(q.device))
         if plan is None or plan.group != step:
@@ -134,28 +143,25 @@ def plan(
     scores: str,
     selection: str,
 ) -> Plan | None:
-    """What `paged` needs of a step besides queries and keys, for all of its layers; None where it needs nothing."""
+    """What `paged` needs of a step besides queries and keys, for all of its layers; None where it needs nothing, or
+    where `budget_bytes` does not hold the scores of one row.
+    """
     rows, width = lengths.shape[0], page_table.shape[1] * PAGE_SIZE
     gathers = (scores, selection) == ("deep_gemm", "triton") and rows >= MANY_ROWS * page_table.shape[0]
     if scores != "deep_gemm" or gathers or width <= k or not rows or not len(pages):
         return None
-    step = min(
-        _rows_of_a_group(rows, width, budget_bytes, scores, selection), deep_gemm_plan.rows_a_call(lengths.device)
-    )
+    step, _ = _rows_of_a_group(rows, width, budget_bytes, scores, selection)
+    if not step:
+        return None
+    step = min(step, deep_gemm_plan.rows_a_call(lengths.device))
     return deep_gemm_plan.make(lengths, page_table, row_to_request, len(pages), width, k, step)
 
 
-def _rows_of_a_group(rows: int, width: int, budget_bytes: int, scores: str, selection: str) -> int:
-    """Rows whose scores fit the budget, whole processors' worth not being asked for: a row is split."""
+def _rows_of_a_group(rows: int, width: int, budget_bytes: int, scores: str, selection: str) -> tuple[int, int]:
+    """(rows whose scores fit the budget, 0 where those of one do not; bytes that those of one take)."""
     a_row = deep_gemm.page_row_bytes(width) if scores == "deep_gemm" else 4 * width
     a_row *= 1 if selection == "triton" else _COPIES
-    if budget_bytes < a_row:
-        raise ValueError(
-            f"index_select.paged: budget_bytes must be at least {a_row} for rows of {width} keys with scores by "
-            f"{scores} and selection by {selection}, got {budget_bytes}; set SGLANG_DSA_PLUGIN_SCORES_MB to "
-            f"{-(-a_row // 2**20)} or more"
-        )
-    return max(1, min(rows, budget_bytes // a_row))
+    return min(max(rows, 1), budget_bytes // a_row), a_row
 
 
 def _gathered(

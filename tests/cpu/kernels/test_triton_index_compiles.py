@@ -7,7 +7,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from sglang_dsa_plugin.kernels.triton import index_scores_kernels, index_tables, pdl, select  # noqa: E402
+from sglang_dsa_plugin.kernels.triton import index_scores_kernels, index_tables, pdl, select, step_rows  # noqa: E402
 
 # Minutes with an empty kernel cache: in the long form only.
 pytestmark = pytest.mark.full
@@ -121,4 +121,7 @@ def test_scores_of_few_rows(name):
 @pytest.mark.parametrize("name", SHARED)
 def test_small_kernels(name):
     compiled(index_scores_kernels.fill_kernel, name, {"PAGED": True}, 4, out="*fp32")
+    types = dict.fromkeys(("page_table", "sizes", "numbers"), "*i32")
+    compiled(step_rows._rows_kernel, name, {"PAGE": 64, "BLOCK": 1024}, 4, **types)
+    compiled(step_rows._clear_kernel, name, {"BLOCK": 512}, 4, **types)
     compiled(select._slots_kernel, name, {"PAGE": 64, "BLOCK": 1024}, 4)

@@ -372,11 +372,16 @@ else:
         place = torch.arange(100, dtype=torch.int32)
         assert torch.equal(got, torch.where(place < short.unsqueeze(1), place, -1)) and len(calls) == 1
 
-    def test_nothing_to_plan(gathers):
+    def test_nothing_to_plan(monkeypatch):
+        vendor_fakes.install(monkeypatch, vendor_fakes.deep_gemm(2048))
+        monkeypatch.setattr(vendor_select, "MANY_ROWS", 13)
         _, pages, _, lengths, table, owner = prefill_problem()
         by = {"scores": "deep_gemm", "selection": "triton"}
         assert vendor_select.plan(lengths, pages, table, owner, 64, 1 << 20, **by) is None, "keys are gathered"
         assert vendor_select.plan(lengths, pages, table, owner, 320, 1 << 20, **by) is None, "no row is longer"
+        few = lengths[:9], pages, table, owner[:9]
+        assert vendor_select.plan(*few, 64, 2048, **by).group == 1
+        assert vendor_select.plan(*few, 64, 2047, **by) is None, "no row fits: another implementation is taken unasked"
         of_triton = {"scores": "triton", "selection": "torch_topk"}
         assert vendor_select.plan(lengths, pages, table, owner, 64, 1 << 20, **of_triton) is None
         assert vendor_select.plan(lengths[:0], pages, table[:0], owner[:0], 64, 1 << 20, **by) is None
@@ -437,6 +442,11 @@ else:
             scores="deep_gemm", selection="triton",
         )  # fmt: skip
         assert nothing.shape == (0, 64) and not gathers
+        by = {"scores": "deep_gemm", "selection": "triton"}
+        none = vendor_select.paged(q[:0], pages, gate[:0], lengths[:0], table, owner[:0], 64, 0, 0, 1 << 20, True, **by)
+        assert none.shape == (0, 64)
+        empty = vendor_select.paged(q, pages[:0], gate, lengths * 0, table, owner, 64, 0, 0, 1 << 20, **by)
+        assert (empty == -1).all() and not gathers
 
     def test_a_budget_below_one_row_is_refused():
         _, arguments = index_problem(32)
