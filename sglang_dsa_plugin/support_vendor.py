@@ -36,6 +36,13 @@ MEASURED: dict[tuple[str, str], Where] = {
     ("index_select_ragged", "deep_gemm"): _MANY_INDEX_ROWS,
     ("index_select_paged", "deep_gemm"): _MANY_INDEX_ROWS,
 }
+# The same of a step that makes what its layers need once. H200, 64 heads, a whole decode step (bf16 rows, 16 attention
+# heads) of 1 / 16 / 64 rows, 2026-11-30, microseconds ours and with scores by DeepGEMM: S = 8K 24.2 / 44.0 / 86.3 and
+# 25.3 / 42.8 / 83.0, 32K 24.9 / 56.9 / 142.6 and 25.4 / 55.9 / 137.9, 128K 29.5 / 112.2 / 363.9 and 29.0 / 109.7 /
+# 357.3; with rows of 1024, none of which is scored, 15.5 / 21.7 / 35.1 and 16.1 / 21.9 / 35.9.
+PLANNED: dict[tuple[str, str], Where] = {
+    ("index_select_paged", "deep_gemm"): Where(sm=_HOPPER, heads=frozenset({64}), min_rows=SOME_ROWS),
+}
 
 
 def _vendor_row(
@@ -45,7 +52,15 @@ def _vendor_row(
     if first is _BY_NAME:
         note += NOT_MEASURED
     return Implementation(
-        operator, name, f"{_VENDOR}.{target}", devices=frozenset({"cuda"}), sm=sm, first=first, note=note, **features
+        operator,
+        name,
+        f"{_VENDOR}.{target}",
+        devices=frozenset({"cuda"}),
+        sm=sm,
+        first=first,
+        planned=PLANNED.get((operator, name)),
+        note=note,
+        **features,
     )
 
 

@@ -151,7 +151,8 @@ def test_a_choice_says_what_other_numbers_of_rows_take():
     assert found["sparse_mla"].words == "triton, fa3 from 16 rows on, flash_mla from 256"
     assert found["sparse_mla_prefill"].words == "flash_mla"
     assert found["index_select_prefill"].words == "triton, deep_gemm from 256 rows a request on"
-    assert found["index_select_paged"].words == "triton" and found["dense_mha"].words == "fa3"
+    assert found["index_select_paged"].words == "triton, deep_gemm from 16 rows on"
+    assert found["dense_mha"].words == "fa3"
     few = plan.operator_choices("cuda", "bf16_1152", 120, BF16, 16, "all", index_heads=32, topk=2048)
     assert few["sparse_mla"].words == "triton"
     assert plan.operator_choices("cpu", "bf16_1152")["sparse_mla"].words == "numba, torch from 16 rows on"

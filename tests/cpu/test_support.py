@@ -53,6 +53,19 @@ def test_deep_gemm_scores_prefill_where_it_was_measured():
     assert chosen("index_scores_paged") == "triton"
 
 
+def test_deep_gemm_scores_decode_steps_where_it_was_measured():
+    """From 16 rows on, if the step makes its schedule once."""
+
+    def chosen(**other: object) -> str:
+        asked = {"sm": 90, "heads": 64, "k": 2048, "dtype": torch.float8_e4m3fn, "rows": 16, "packages": "all"}
+        return support.choose("index_select_paged", device="cuda", **({"planned": True} | asked | other)).name
+
+    assert chosen() == chosen(rows=1000) == "deep_gemm"
+    others = ({"rows": 15}, {"heads": 32}, {"sm": 100}, {"dtype": torch.bfloat16}, {"packages": "none"})
+    for other in (*others, {"planned": False}):
+        assert chosen(**other) == "triton", other
+
+
 def test_a_step_that_is_planned_has_a_choice_of_its_own(monkeypatch):
     """By the rows of the step; a row without one goes by one row a request."""
 
