@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WORTH_A_LINE = 0.5  # seconds of compiling
+# Of prefill with a few new tokens for each of many requests; the kernel is one for all numbers up to each of these.
+ROWS_OF_PREFILL = (32, 64, 128, 256)
 # Scores and selection in one whose selection is this package's on a GPU.
 _SELECTS_BY_OURS = ("triton", "deep_gemm")
 
@@ -107,12 +109,13 @@ class DsaBackend(AttentionBackend):
             report.prefill_metrics(counting_rank=first_rank and get_parallel().pp_rank == 0),
         )
         if torch.device(self.device).type == "cuda":
-            self._load_kernels(pool.layout.name)
+            self._load_kernels(pool)
         if first_rank and not model_runner.is_draft_worker:
             logger.info(report.serving_line(self, pool))
 
-    def _load_kernels(self, layout: str) -> None:
+    def _load_kernels(self, pool: DsaPool) -> None:
         """Have kernels compiled now that a request would wait for."""
+        layout = pool.layout.name
         attention = self.choices["sparse_mla"].names | self.choices["sparse_mla_prefill"].names
         selects = self.choices["index_select_paged"].name in _SELECTS_BY_OURS
         begun = time.monotonic()
@@ -122,8 +125,21 @@ class DsaBackend(AttentionBackend):
             self.config.index_topk,
             layout if "cuda" in attention else None,
         )
+        self._load_scores(pool)
         if (took := time.monotonic() - begun) > _WORTH_A_LINE:
             logger.info("sglang-dsa-plugin loaded %d CUDA kernels in %.1f s", found, took)
+
+    def _load_scores(self, pool: DsaPool) -> None:
+        """Where decode's graphs do not bring the scores of prefill with few rows a request, have these compiled."""
+        decode = self.choices["index_select_paged"]
+        prefill = self.choices.get(plan.INDEX_PREFILL, decode)
+        pages = next((pages for pages in pool.index_pages.buffer if len(pages) and pages.dtype == torch.uint8), None)
+        if pages is None or decode.names == {"triton"} or "triton" not in prefill.names:
+            return
+        from sglang_dsa_plugin.kernels.triton import index_select
+
+        for rows in ROWS_OF_PREFILL:
+            index_select.load(pages, self.config.index_n_heads, self.config.index_topk, rows)
 
     def describe_prefill(self) -> str:
         """How prefill runs, and on how many of a CPU's threads decode does, in words, for the start-up line."""

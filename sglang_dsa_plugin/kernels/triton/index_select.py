@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
+from sglang_dsa_plugin.cache.layouts import FP8, INDEX_DIM, PAGE_SIZE
 from sglang_dsa_plugin.kernels.cuda import select as cuda_select
 from sglang_dsa_plugin.kernels.torch_impl.select import add_offsets
 
@@ -21,6 +21,7 @@ from . import index_scores, index_tables
 from .select import positions_to_slots, select_rows, tickets_for
 
 _ALIGNED_ROWS = 16
+_ANY_BUDGET = 1 << 40
 
 # (buffer f32 [n, columns], rows, first column, row lengths from there on, skip, tickets): writes the scores of rows
 # longer than skip, and zeros to tickets int32 [n] where they are given.
@@ -88,6 +89,20 @@ def paged(
     width = page_table.shape[1] * PAGE_SIZE
     where = (page_table, row_to_request) if slots or slots_out is not None else None
     return _select(score, lengths, width, topk, init_tokens, local_tokens, budget_bytes, where, None, slots_out)
+
+
+def load(pages: torch.Tensor, heads: int, topk: int, rows: int) -> None:
+    """Have the kernels of `paged` compiled for so many rows of as many requests, none of which has a key.
+    pages: e4m3 index pages of any layer.
+    """
+    device, width = pages.device, topk // PAGE_SIZE + 2
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    q, gate = zeros(rows, heads, INDEX_DIM, dtype=FP8), zeros(rows, heads, dtype=torch.float32)
+    owner, slots = torch.arange(rows, dtype=torch.int32, device=device), zeros(rows, topk)
+    paged(q, pages, gate, zeros(rows), zeros(rows, width), owner, topk, 0, 0, _ANY_BUDGET, slots_out=slots)
 
 
 def _select(

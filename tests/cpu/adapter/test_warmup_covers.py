@@ -14,7 +14,8 @@ import torch
 
 pytest.importorskip("sglang")
 
-from sglang_dsa_plugin import tuned
+from sglang_dsa_plugin import plan, tuned
+from sglang_dsa_plugin.adapter import backend
 from sglang_dsa_plugin.adapter.hooks import warmup
 from sglang_dsa_plugin.cache.layouts import FP8, INDEX_PAGE_BYTES, LATENT_LAYOUTS
 from sglang_dsa_plugin.kernels.cuda import prepare, program
@@ -30,10 +31,11 @@ from sglang_dsa_plugin.kernels.triton import (
     sparse_mla_hopper_fp8,
     sparse_mla_hopper_wide,
     sparse_mla_hopper_wide_fp8,
+    step_rows,
 )
 from sglang_dsa_plugin.kernels.vendor import index_select as vendor_select
 from sglang_dsa_plugin.support import MANY_ROWS
-from sglang_dsa_plugin.support_row import ROW_STEPS
+from sglang_dsa_plugin.support_row import ROW_STEPS, SOME_ROWS
 
 H200 = index_tables.Gpu("cuda", 90, 132, 227)
 KERNELS = [
@@ -42,6 +44,8 @@ KERNELS = [
     (index_front, "front_kernel"),
     (index_scores, "rows_kernel"),
     (index_scores, "keys_kernel"),
+    (step_rows, "_rows_kernel"),
+    (step_rows, "_clear_kernel"),
     (select, "_rows_kernel"),
     (select, "_split_kernel"),
     (select, "_slots_kernel"),
@@ -103,20 +107,27 @@ def seen(monkeypatch):
         return Loaded()
 
     monkeypatch.setattr(program, "kernel", kernel)
+
     def scores(q, kv, weights, ks, ke, clean_logits, max_seqlen_k=0):
         # One kernel for all shapes where a column is a key, another one where it counts from a row's first key.
         found.add(("fp8_mqa_logits", max_seqlen_k > 0))
         columns = max_seqlen_k or len(kv[0]) + 256
         return weights.new_empty(len(q), -(-columns // 256) * 256)[:, : max_seqlen_k or len(kv[0])]
 
+    def paged(q, cache, weights, lengths, table, schedule, longest, clean_logits):
+        return weights.new_empty(len(q), -(-longest // 256) * 256)[:, :longest]
+
     package = types.SimpleNamespace(fp8_mqa_logits=scores, get_num_sms=lambda: H200.processors)
+    package.fp8_paged_mqa_logits = paged
+    package.get_paged_mqa_logits_metadata = lambda lengths, *_: lengths.new_empty(H200.processors + 1, 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setitem(sys.modules, "deep_gemm", package)
     return found
 
 
-def step(rows, requests, longest, topk, heads, layout, scores, index_heads=64):
-    """One layer of a step of `rows` rows from `requests` requests, the longest of `longest` tokens. scores: of prefill,
-    with DeepGEMM or without.
+def step(rows, requests, longest, topk, heads, layout, scores, index_heads=64, decode=False):
+    """One layer of a step of `rows` rows from `requests` requests, the longest of `longest` tokens. scores: of prefill
+    and decode, with DeepGEMM or without.
     """
 
     def empty(*shape, dtype=torch.int32):
@@ -132,7 +143,7 @@ def step(rows, requests, longest, topk, heads, layout, scores, index_heads=64):
     q, gate = index_front.store_and_prepare(keys, where, *front)
     slots = empty(rows, topk)
     run = index_select.paged
-    if scores == "deep_gemm" and rows // requests >= MANY_ROWS:
+    if scores == "deep_gemm" and (rows >= SOME_ROWS if decode else rows // requests >= MANY_ROWS):
         run = functools.partial(vendor_select.paged, scores="deep_gemm", selection="triton")
     picks = run(q, keys, gate, lengths, table, owner, topk, 0, 0, BUDGET, slots_out=slots)
     # Picks of rows that keep every token.
@@ -178,7 +189,10 @@ def test_no_prompt_meets_a_kernel_that_is_not_there(seen, topk, heads, layout, s
     loaded = len(seen)
     assert loaded > sparse_mla_cuda.MOST_BLOCKS
     for batch in GRAPHS:
-        step(batch, batch, context, *model)
+        step(batch, batch, context, *model, decode=True)
+    if scores == "deep_gemm":
+        for rows in backend.ROWS_OF_PREFILL:
+            index_select.load(torch.empty(9, INDEX_PAGE_BYTES, dtype=torch.uint8, device="meta"), 64, topk, rows)
     only_graphs = len(seen)
     for shape in steps_of_the_warmup(topk, chunk, context):
         step(*shape, *model)
@@ -190,3 +204,19 @@ def test_no_prompt_meets_a_kernel_that_is_not_there(seen, topk, heads, layout, s
         step(rows, requests, round(topk * (longest / topk) ** rng.random()) + 1, *model)
     missing = seen - before
     assert not missing, "\n".join(map(str, missing))
+
+
+@pytest.mark.parametrize(("heads", "packages", "loaded"), [(64, "all", True), (64, "none", False), (32, "all", False)])
+def test_scores_that_decode_does_not_bring_are_compiled_at_start(monkeypatch, heads, packages, loaded):
+    asked = []
+    monkeypatch.setattr(index_select, "load", lambda *given: asked.append(given))
+    choices = plan.operator_choices(
+        "cuda", "bf16_1152", 90, torch.bfloat16, 16, packages, index_heads=heads, topk=2048
+    )  # fmt: skip
+    pages = torch.zeros(3, INDEX_PAGE_BYTES, dtype=torch.uint8)
+    own = types.SimpleNamespace(
+        choices=choices, config=types.SimpleNamespace(index_n_heads=heads, index_topk=2048)
+    )  # fmt: skip
+    pool = types.SimpleNamespace(index_pages=types.SimpleNamespace(buffer=[pages[:0], pages]))
+    backend.DsaBackend._load_scores(own, pool)
+    assert asked == ([(pages, heads, 2048, rows) for rows in (32, 64, 128, 256)] if loaded else [])
