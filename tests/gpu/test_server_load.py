@@ -33,4 +33,5 @@ def test_two_hundred_requests(server):  # noqa: F811
     mixed = load.requests(200, LONGEST)
     load.check(server, mixed, load.run(server, mixed, 16))
     paths = server.prefills()
-    assert paths["dense"] and paths["sparse"] and not paths["masked"], paths
+    # Below 2048 tokens in a prefill graph, above outside; dense only where several short prompts make a large batch.
+    assert paths["graph"] and paths["sparse"] and not paths["masked"], paths
