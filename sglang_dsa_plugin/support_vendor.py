@@ -66,6 +66,7 @@ def _attention_row(
     )
 
 
+_LEAN = frozenset({"prefix", "with_lse"})
 _ATTENTION_ROWS = [
     _attention_row(
         "flash_mla",
@@ -74,6 +75,7 @@ _ATTENTION_ROWS = [
         _HOPPER | _BLACKWELL,
         "FlashMLA sparse prefill, which computes 64 or 128 heads; ours computes fewer without padding",
         package="flash_mla",
+        takes=_LEAN,
     ),
     _attention_row(
         "flash_mla_kv",
@@ -82,6 +84,7 @@ _ATTENTION_ROWS = [
         _HOPPER | _BLACKWELL,
         "FlashMLA sparse decode on packed fp8 rows, which computes 64 or 128 heads",
         package="flash_mla",
+        takes=_LEAN,
     ),
     _attention_row(
         "fa3",
@@ -90,6 +93,7 @@ _ATTENTION_ROWS = [
         _HOPPER,
         "FlashAttention 3 as sgl-kernel builds it, with picks as a page table of single rows",
         package="sgl_kernel",
+        takes=_LEAN | {"q_rope"},
     ),
     _attention_row(
         "trtllm",

@@ -20,7 +20,7 @@ SCALE = 192**-0.5
 
 
 # Those that are handed no sink: the adapter brings it in when the kernel has rounded its output already.
-SINK_AFTERWARDS = ("flash_mla_kv", "fa3", "trtllm", "trtllm_fp8")
+SINK_AFTERWARDS = ("fa3", "trtllm", "trtllm_fp8")
 
 
 def normal(*shape, seed=0):
@@ -122,6 +122,47 @@ def test_a_row_does_not_depend_on_the_batch(impl, layout, rows):
         assert (out[r].float() - alone[0].float()).abs().max() < 0.02
 
 
+@pytest.mark.parametrize("heads", [8, 64, 128])
+@pytest.mark.parametrize("k", [2048, 300])
+@pytest.mark.parametrize("rows", [1, 7, 64, 200, 1000])
+@pytest.mark.parametrize(("impl", "layout"), [row for row in SPARSE if row[0] != "trtllm"])
+def test_promised_picks(impl, layout, rows, k, heads):
+    """Valid picks first, then -1, some rows without any, as selection writes them and padding rows have them: output
+    with and without lse, with a sink, with queries in two parts, into `out`; nothing is read behind the picks, and no
+    cached row that is not picked changes anything, not even NaN in the first one.
+    """
+    skip_unless_here(impl, layout, heads)
+    generator = torch.Generator().manual_seed(rows + k)
+    lengths = torch.randint(0, k + 1, (rows,), generator=generator)
+    lengths[::5], lengths[-1], lengths[rows // 2] = 0, 0 if rows > 1 else 1, k
+    slots = torch.randint(1, 6400, (rows, k), generator=generator, dtype=torch.int32)
+    slots[torch.arange(k) >= lengths.unsqueeze(1)] = -1
+    q, kv, slots = normal_gpu(rows, heads, 576), cached(6400, layout), slots.cuda()
+    sink, lengths = normal(heads, seed=3).float().cuda(), lengths.int().cuda()
+    some = torch.arange(rows) % max(1, rows // 16) == 0 if rows > 64 else torch.ones(rows, dtype=torch.bool)
+    some = some.cuda()
+    poisoned = kv.clone()
+    poisoned[0].view(torch.uint8).fill_(255)
+    for sunk in ({}, {"sink": sink}):
+        with torch.device("cuda"):
+            want = sparse_mla.reference(q[some], kv, slots[some], SCALE, layout, **sunk)
+        spread = spread_of(q[some], kv, slots[some], SCALE, layout)
+        options = {"lengths": lengths, "prefix": True, "impl": impl, **sunk}
+        out, lse = sparse_mla.sparse_mla(q, kv, slots, SCALE, layout, **options)
+        rounded = 2 if sunk and impl in SINK_AFTERWARDS else 1
+        assert_attention((out[some], lse[some]), want, spread=spread, rounded=rounded)
+        assert (out[lengths == 0] == 0).all() and (lse[lengths == 0] == -torch.inf).all() and not out.isnan().any()
+        given = torch.full_like(out, 3.0)
+        latent = q[..., :512].transpose(0, 1).contiguous().transpose(0, 1)
+        for more in ({}, {"q_rope": q[..., 512:]}, {"out": given}):
+            query = latent if "q_rope" in more else q
+            alone, none = sparse_mla.sparse_mla(
+                query, poisoned, slots, SCALE, layout, **options, **more, with_lse=False
+            )
+            assert none is None and torch.equal(alone, out)
+        assert torch.equal(given, out)
+
+
 def test_packed_rows_with_large_and_small_powers_of_two():
     """U30: the scale of a block is an f32 power of two, far from 1 in real checkpoints."""
     skip_unless_here("flash_mla_kv", "fp8_656")
@@ -149,7 +190,12 @@ def test_in_a_cuda_graph_as_eagerly(impl, layout, rows):
     slots, lengths = torch.zeros(rows, 2048, dtype=torch.int32).cuda(), torch.full((rows,), 2048).int().cuda()
 
     def step():
-        return sparse_mla.sparse_mla(q, kv, slots, SCALE, layout, lengths=lengths, impl=impl)
+        found = sparse_mla.sparse_mla(q, kv, slots, SCALE, layout, lengths=lengths, impl=impl)
+        kept = torch.where(torch.arange(2048, device="cuda") < lengths.unsqueeze(1), slots, -1)
+        lean, _ = sparse_mla.sparse_mla(
+            q, kv, kept, SCALE, layout, lengths=lengths, impl=impl, prefix=True, with_lse=False
+        )
+        return *found, lean
 
     for _ in range(2):
         step()
@@ -177,7 +223,7 @@ def test_slots_in_front(rows, k):
     if rows * k > 2**28:
         pytest.skip("memory")
     slots = torch.randint(-200, 1200, (rows, k), generator=torch.Generator("cuda").manual_seed(k), device="cuda")
-    found, counts = slot_prefix(slots, 1000, None, -1, 64)
+    found, counts = slot_prefix(slots, 1000, None, -1, 64, never_empty=True)
     valid = (slots >= 0) & (slots < 1000)
     assert torch.equal(counts, valid.sum(1).int())
     order = torch.sort(~valid, dim=1, stable=True).indices
