@@ -66,7 +66,7 @@ def _attention_row(
     )
 
 
-_LEAN = frozenset({"prefix", "with_lse"})
+_LEAN = frozenset({"q_rope", "prefix", "with_lse"})
 _ATTENTION_ROWS = [
     _attention_row(
         "flash_mla",
@@ -93,7 +93,7 @@ _ATTENTION_ROWS = [
         _HOPPER,
         "FlashAttention 3 as sgl-kernel builds it, with picks as a page table of single rows",
         package="sgl_kernel",
-        takes=_LEAN | {"q_rope"},
+        takes=_LEAN,
     ),
     _attention_row(
         "trtllm",

@@ -11,6 +11,7 @@ import torch
 
 from sglang_dsa_plugin import support
 from sglang_dsa_plugin.kernels.triton.slot_prefix import slot_prefix
+from sglang_dsa_plugin.kernels.vendor import fa3
 from sglang_dsa_plugin.ops import dense_mha, quant, sparse_mla
 from sglang_dsa_plugin.tools.check_judges import spread_of
 from tests.cpu.ops.bounds import assert_attention
@@ -184,7 +185,10 @@ def test_trtllm_on_raw_fp8_rows():
 @pytest.mark.parametrize("rows", [1, 16, 64])
 @pytest.mark.parametrize(("impl", "layout"), SPARSE)
 def test_in_a_cuda_graph_as_eagerly(impl, layout, rows):
-    """Replays follow the picks, their number and the queries; two graphs of one shape do not share what they write."""
+    """Replays follow the picks, their number and the queries; two graphs of one shape do not share what they write.
+
+    In a graph FA3 splits rows by its schedule, so its bits are its own there, and its result is held to fp64.
+    """
     skip_unless_here(impl, layout, 64)
     q, kv = normal_gpu(rows, 64, 576), cached(6400, layout)
     slots, lengths = torch.zeros(rows, 2048, dtype=torch.int32).cuda(), torch.full((rows,), 2048).int().cuda()
@@ -212,8 +216,56 @@ def test_in_a_cuda_graph_as_eagerly(impl, layout, rows):
         lengths.copy_(torch.randint(0, 2049, (rows,), generator=torch.Generator().manual_seed(trial)))
         graph, replayed = graphs[trial % 2]
         graph.replay()
-        for a, b in zip(replayed, step()):
+        first = [one.clone() for one in replayed]
+        if impl == "fa3":
+            graph.replay()
+            with torch.device("cuda"):
+                want = sparse_mla.reference(q, kv, slots, SCALE, layout, lengths=lengths)
+            spread = spread_of(q, kv, slots, SCALE, layout, lengths=lengths)
+            assert_attention(first[:2], want, spread=spread)
+            assert torch.equal(first[0], first[2])
+        for a, b in zip(first, replayed if impl == "fa3" else step()):
             assert torch.equal(a.nan_to_num(neginf=-7), b.nan_to_num(neginf=-7))
+
+
+@pytest.mark.parametrize("heads", [8, 64, 128])
+@pytest.mark.parametrize("rows", [1, 16, 64, 200, 512])
+def test_layers_of_a_graph_share_fa3s_schedule(rows, heads):
+    """The counter in it is where it was after every call: each layer is right, at every replay, whatever the lengths
+    and the other graph did.
+    """
+    skip_unless_here("fa3", "bf16_1152", heads)
+    layers = [normal_gpu(rows, heads, 576, seed=seed) for seed in range(3)]
+    kv, lengths = cached(6400, "bf16_1152"), torch.full((rows,), 1024).int().cuda()
+    picked = torch.randint(0, 6400, (rows, 1024), generator=torch.Generator().manual_seed(rows)).int().cuda()
+    slots = picked.clone()
+
+    def step():
+        options = {"lengths": lengths, "prefix": True, "impl": "fa3"}
+        return [sparse_mla.sparse_mla(q, kv, slots, SCALE, "bf16_1152", **options) for q in layers]
+
+    step()
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    found = []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            found.append(step())
+    assert len(fa3._recorded) == 1
+    some = torch.arange(rows, device="cuda") % max(1, rows // 8) == 0
+    for trial in range(3):
+        generator = torch.Generator().manual_seed(trial)
+        lengths.copy_(torch.randint(0, 1025, (rows,), generator=generator) if trial else torch.full((rows,), 1024))
+        slots.copy_(torch.where(torch.arange(1024, device="cuda") < lengths.unsqueeze(1), picked, -1))
+        for graph, results in zip(graphs, found):
+            for out, lse in results:
+                out.fill_(torch.nan), lse.fill_(torch.nan)
+            graph.replay()
+            for q, (out, lse) in zip(layers, results):
+                with torch.device("cuda"):
+                    want = sparse_mla.reference(q[some], kv, slots[some], SCALE, "bf16_1152")
+                spread = spread_of(q[some], kv, slots[some], SCALE, "bf16_1152")
+                assert_attention((out[some], lse[some]), want, spread=spread)
+                assert not out.isnan().any() and not lse.isnan().any()
 
 
 @pytest.mark.parametrize("k", [1, 63, 2048, 2051, 5000])

@@ -55,11 +55,6 @@ def aligned(q: torch.Tensor) -> torch.Tensor:
     return q.clone(memory_format=torch.contiguous_format)
 
 
-def padded_heads(q: torch.Tensor, heads: int) -> torch.Tensor:
-    """q [R, H, 576] with heads of zeros up to `heads`; contiguous."""
-    return (q if q.shape[1] == heads else pad(q, (0, 0, 0, heads - q.shape[1]))).contiguous()
-
-
 def whole_pages(kv_rows: torch.Tensor) -> torch.Tensor:
     """kv_rows [N, width] as pages [P, 64, width]. A view where N is a multiple of 64, as in a server's pool; other
     caches are copied with rows of zeros behind them, which no slot names.

@@ -1,7 +1,8 @@
 """Sparse MLA by FlashMLA (github.com/deepseek-ai/FlashMLA): bf16 rows of 576 values, and packed fp8 rows of 656 bytes.
 
 Both live in the package's legacy library. What they need and how it is met:
-- 64 or 128 heads: others are padded with heads of zeros, whose output is dropped;
+- 64 or 128 heads and queries in one piece: `whole_queries` joins their parts and adds heads of zeros, whose output is
+  dropped;
 - bf16 (`sparse_mla`, its prefill kernel): picks in multiples of 128, padded with -1, which it skips, as it does slots
   past the last row; slots int32 [R, 1, K], rows [N, 1, 576];
 - fp8 (`sparse_mla_packed`, its decode kernel): picks in multiples of 64; exactly -1 is "none" and everything else is
@@ -40,6 +41,7 @@ def sparse_mla(
     sink: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    q_rope: torch.Tensor | None = None,
     prefix: bool = False,
     with_lse: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -49,13 +51,15 @@ def sparse_mla(
         return empty
     from flash_mla import flash_mla_sparse_fwd
 
+    from sglang_dsa_plugin.kernels.triton.query_rows import whole_queries
+
     heads = q.shape[1]
     counts = None
     if lengths is not None or slots.shape[1] % _PICKS or slots.dtype != torch.int32 or not slots.is_contiguous():
         slots, counts = attention.picks_in_front(slots, kv_rows.shape[0], lengths, prefix, multiple=_PICKS)
     padded = _padded(heads)
     result, _, lse = flash_mla_sparse_fwd(
-        attention.padded_heads(q, padded),
+        whole_queries(q, q_rope, padded),
         kv_rows.unsqueeze(1),
         slots.unsqueeze(1),
         scale,
@@ -79,6 +83,7 @@ def sparse_mla_packed(
     sink: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    q_rope: torch.Tensor | None = None,
     prefix: bool = False,
     with_lse: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -88,11 +93,13 @@ def sparse_mla_packed(
         return empty
     from flash_mla import flash_mla_with_kvcache
 
+    from sglang_dsa_plugin.kernels.triton.query_rows import whole_queries
+
     rows, heads, _ = q.shape
     picked, _ = attention.picks_in_front(slots, kv_rows.shape[0], lengths, prefix, multiple=_PACKED_PICKS)
     padded = _padded(heads)
     result, lse = flash_mla_with_kvcache(
-        attention.padded_heads(q, padded).unsqueeze(1),
+        whole_queries(q, q_rope, padded).unsqueeze(1),
         attention.whole_pages(kv_rows).unsqueeze(2),
         None,
         None,

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ else:
     from sglang_dsa_plugin.kernels.triton import index_select as triton_select
     from sglang_dsa_plugin.kernels.triton import slot_prefix as slot_prefix_module
     from sglang_dsa_plugin.kernels.triton.empty_rows import clear_empty_rows
+    from sglang_dsa_plugin.kernels.triton.query_rows import whole_queries
     from sglang_dsa_plugin.kernels.triton.slot_prefix import slot_prefix
     from sglang_dsa_plugin.kernels.vendor import deep_gemm, fa3, flash_mla, topk, trtllm
     from sglang_dsa_plugin.kernels.vendor import index_select as vendor_select
@@ -149,6 +151,28 @@ else:
         widened = name != "fa3" and k % 64 != 0
         settled = with_lse or (sunk and name == "fa3")
         assert launched == ["prefix_kernel"] * widened + ["empty_rows_kernel"] * settled
+
+    @pytest.mark.parametrize(("heads", "whole"), [(1, 64), (40, 64), (64, 64), (100, 128)])
+    def test_queries_in_one_piece(heads, whole):
+        q = torch.randn(5, heads, 576, generator=generator()).bfloat16()
+        want = torch.nn.functional.pad(q, (0, 0, 0, whole - heads))
+        latent = q[..., :512].transpose(0, 1).contiguous().transpose(0, 1)
+        rope = torch.cat((q[..., :128], q[..., 512:]), dim=2)[..., 128:]
+        for parts in ((q, None), (latent, rope), (q[:, :, :512], q[..., 512:])):
+            got = whole_queries(*parts, whole)
+            assert torch.equal(got, want) and got.is_contiguous()
+            assert (got is q) == (parts[1] is None and heads == whole)
+        assert torch.equal(whole_queries(q[:, ::2], None, whole)[:, : -(-heads // 2)], q[:, ::2])
+
+    @pytest.mark.parametrize("name", ["flash_mla", "flash_mla_kv"])
+    def test_flash_mla_takes_queries_in_two_parts(monkeypatch, name):
+        layout, package = LEAN[name]
+        vendor_fakes.install(monkeypatch, package())
+        run = {"flash_mla": flash_mla.sparse_mla, "flash_mla_kv": flash_mla.sparse_mla_packed}[name]
+        q, rows, slots, _, _ = problem(layout, 40)
+        latent = q[..., :512].transpose(0, 1).contiguous().transpose(0, 1)
+        got = run(latent, rows, slots, SCALE, layout, q_rope=q[..., 512:])
+        agree(got, sparse_mla.reference(q, rows, slots, SCALE, layout), 1e-3)
 
     def test_fa3_takes_queries_in_two_parts_on_any_bound(monkeypatch):
         vendor_fakes.install(monkeypatch, vendor_fakes.sgl_kernel())
@@ -266,6 +290,39 @@ else:
         for options in options_of(heads, lengths):
             got = fa3.sparse_mla(q, rows, slots, SCALE, "bf16_1152", **options)
             agree(got, sparse_mla.reference(q, rows, slots, SCALE, "bf16_1152", **options), 1e-3)
+
+    def test_fa3s_schedule_is_made_once_a_recording(monkeypatch):
+        """A counter lies in it: neither eager calls nor another graph or stream may share it."""
+        seen = []
+        vendor_fakes.install(monkeypatch, vendor_fakes.sgl_kernel(schedules=seen))
+        monkeypatch.setattr(fa3, "_recorded", {})
+        monkeypatch.setattr(fa3, "_recording", None)
+        now = types.SimpleNamespace(cuda_stream=7)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: now)
+        monkeypatch.setattr(fa3, "_recording_of", lambda stream: number)
+        q, rows, slots, _, _ = problem("bf16_1152", 8, k=1024)
+
+        def used(heads=8, picks=1024):
+            seen.clear()
+            fa3.sparse_mla(q[:, :heads], rows, slots[:, :picks], SCALE, "bf16_1152", with_lse=False)
+            return seen[-1], "made" in seen
+
+        number = 1
+        assert used() == (None, False)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        first, made = used()
+        assert made and first is not None and used() == (first, False)
+        other, made = used(heads=4)
+        assert made and other is not first and used() == (first, False)
+        assert used(picks=1023) == (None, False), "rows that are not split do not bring it back"
+        now.cuda_stream = 8
+        assert used()[1] and not used()[1]
+        now.cuda_stream = 7
+        assert used() == (first, False)
+        number = 2
+        assert used()[1] and used()[0] is not first
+        number = None
+        assert used() == (None, False)
 
     @pytest.mark.parametrize("layout", ["bf16_1152", "fp8_576"])
     def test_trtllm(monkeypatch, layout):

@@ -20,7 +20,11 @@ USED = {
     ("flash_mla", "flash_mla_interface.py", "get_mla_metadata"): (),
     ("sgl_kernel", "flash_attn.py", "flash_attn_with_kvcache"): (
         "q", "k_cache", "v_cache", "qv", "page_table", "cache_seqlens", "softmax_scale", "causal",
-        "return_softmax_lse", "out",
+        "return_softmax_lse", "out", "scheduler_metadata",
+    ),
+    ("sgl_kernel", "flash_attn.py", "get_scheduler_metadata"): (
+        "batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads", "num_heads_k", "headdim", "headdim_v",
+        "cache_seqlens", "qkv_dtype", "page_size", "causal",
     ),
     ("sgl_kernel", "flash_attn.py", "flash_attn_varlen_func"): (
         "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal",

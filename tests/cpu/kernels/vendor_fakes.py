@@ -75,8 +75,9 @@ def flash_mla(calls):
     return {"flash_mla": module}
 
 
-def sgl_kernel(without_keys=math.inf):
-    """without_keys: the lse of a query that sees none."""
+def sgl_kernel(without_keys=math.inf, schedules=None):
+    """without_keys: the lse of a query that sees none. schedules: collects those handed over, "made" where one is."""
+    schedules = [] if schedules is None else schedules
 
     def varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, return_softmax_lse
@@ -89,8 +90,10 @@ def sgl_kernel(without_keys=math.inf):
         return out.to(q.dtype), lse.float().T.contiguous().nan_to_num(neginf=without_keys), None
 
     def with_kvcache(
-        q, k_cache, v_cache, qv, page_table, cache_seqlens, softmax_scale, causal, return_softmax_lse, out
-    ):
+        q, k_cache, v_cache, qv, page_table, cache_seqlens, softmax_scale, causal, return_softmax_lse, out,
+        scheduler_metadata=None,
+    ):  # fmt: skip
+        schedules.append(scheduler_metadata)
         rows, _, heads, _ = q.shape
         for part, width in ((q, 64), (qv, 512)):
             assert part.shape == (rows, 1, heads, width) and part.stride(3) == 1 and part.data_ptr() % 16 == 0
@@ -113,7 +116,15 @@ def sgl_kernel(without_keys=math.inf):
                 out[r, 0], lse[r, :, 0] = found.to(q.dtype), norm.float()
         return out, lse, None
 
+    def metadata(cache_seqlens, batch_size, max_seqlen_k, **more):
+        assert (cache_seqlens == max_seqlen_k).all() and cache_seqlens.shape == (batch_size,)
+        sizes = {"max_seqlen_q": 1, "num_heads_k": 1, "headdim": 64, "headdim_v": 512, "page_size": 1, "causal": True}
+        assert more.pop("num_heads") and more.pop("qkv_dtype") == torch.bfloat16 and more == sizes
+        schedules.append("made")
+        return torch.zeros(1)
+
     package, attention = types.ModuleType("sgl_kernel"), types.ModuleType("sgl_kernel.flash_attn")
+    attention.get_scheduler_metadata = metadata
     attention.flash_attn_with_kvcache = with_kvcache
     attention.flash_attn_varlen_func = varlen
     package.flash_attn = attention
