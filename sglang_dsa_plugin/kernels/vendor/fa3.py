@@ -91,7 +91,9 @@ def sparse_mla(
     pages = kv_rows.view(-1, 1, 1, kv_rows.shape[1])
     rope = q[..., LATENT_DIM:] if q_rope is None else q_rope
     more = {} if (schedule := _schedule(q, picked.shape[1])) is None else {"scheduler_metadata": schedule}
-    fits = out is not None and out.is_contiguous() and out.data_ptr() % 16 == 0
+    target = None
+    if out is not None and out.is_contiguous() and out.data_ptr() % 16 == 0:
+        target = out.unsqueeze(1)
     result, lse, *_ = flash_attn_with_kvcache(
         q=attention.aligned(rope).unsqueeze(1),
         k_cache=pages[..., LATENT_DIM:],
@@ -102,7 +104,7 @@ def sparse_mla(
         softmax_scale=scale,
         causal=True,
         return_softmax_lse=True,  # it computes it in any case
-        out=out.unsqueeze(1) if fits else None,
+        out=target,
         **more,
     )
     result = result.squeeze(1)
