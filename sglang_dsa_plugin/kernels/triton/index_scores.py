@@ -217,4 +217,4 @@ def _fill(scores: torch.Tensor, first: torch.Tensor, last: torch.Tensor, paged: 
 
 def capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being recorded, so that nothing can be read on the host."""
-    return device.type == "cuda" and torch.cuda.is_current_streamcapturing()
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
