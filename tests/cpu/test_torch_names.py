@@ -41,8 +41,9 @@ def missing(source: str) -> list[str]:
     # A name that is bound elsewhere in the source as well is not followed.
     bound = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     bound |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    # `new if hasattr(module, "new") else old`: either name may lack.
-    choices = [node for node in ast.walk(tree) if isinstance(node, ast.IfExp) and "hasattr" in ast.unparse(node.test)]
+    # `getattr(module, "new", None) or module.old`: the old one may lack.
+    choices = [node for node in ast.walk(tree) if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or)]
+    choices = [node for node in choices if ast.unparse(node.values[0]).startswith("getattr(")]
     asked = {id(part) for choice in choices for part in ast.walk(choice)}
     lacking = []
     for node in ast.walk(tree):
