@@ -38,3 +38,11 @@ __device__ __forceinline__ void copy16(void* to, const void* from) {
 
 // Until those of this thread have come.
 __device__ __forceinline__ void wait16() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Four floats, past the L1 cache, too.
+__device__ __forceinline__ float4 load16(const float4* from) {
+    float4 x;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(from) : "memory");
+    return x;
+}

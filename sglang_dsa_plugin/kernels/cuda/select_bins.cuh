@@ -3,9 +3,13 @@
 // Sums of GROUP bins; the threads of a warp look at neighbours. After all counts are in.
 __device__ __forceinline__ void sum_groups(Shared& sh, int buffer) {
     constexpr int each = BINS / THREADS, sharing = GROUP / each;
+    struct alignas(4 * each) Counts {
+        int of[each];
+    };
+    const Counts mine = ((const Counts*)counts(sh, buffer))[threadIdx.x];
     int sum = 0;
 #pragma unroll
-    for (int i = 0; i < each; i++) sum += sh.fine[buffer][threadIdx.x * each + i];
+    for (int i = 0; i < each; i++) sum += mine.of[i];
 #pragma unroll
     for (int o = 1; o < sharing; o *= 2) sum += __shfl_xor_sync(ALL, sum, o);
     if (threadIdx.x % sharing == 0) sh.coarse[buffer][threadIdx.x / sharing] = sum;
@@ -18,13 +22,13 @@ __device__ __forceinline__ void find_bin(Shared& sh, int buffer, int need, int r
     const int lane = threadIdx.x & 31;
     int total[4] = {0, 0, 0, 0}, before[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int first = 0; first < CLUSTER; first += 4) {
-        int4 part[4];  // in flight together
+    for (int first = 0; first < CLUSTER; first += 8) {
+        int4 part[8];  // in flight together
 #pragma unroll
-        for (int j = 0; j < 4; j++)
+        for (int j = 0; j < 8; j++)
             if (first + j < CLUSTER) part[j] = load4_from(&sh.coarse[buffer][4 * lane], first + j);
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < 8; j++) {
             if (first + j >= CLUSTER) break;
             const int weight = first + j < rank;
             total[0] += part[j].x, total[1] += part[j].y, total[2] += part[j].z, total[3] += part[j].w;
@@ -57,7 +61,7 @@ __device__ __forceinline__ void find_bin(Shared& sh, int buffer, int need, int r
     int few[(CLUSTER + 1) / 2];
 #pragma unroll
     for (int j = 0; j < (CLUSTER + 1) / 2; j++)
-        few[j] = load_from(&sh.fine[buffer][GROUP * group + bin], CLUSTER == 1 ? 0 : 2 * j + half);
+        few[j] = load_from(&counts(sh, buffer)[GROUP * group + bin], CLUSTER == 1 ? 0 : 2 * j + half);
     int here = 0, here_before = 0;
 #pragma unroll
     for (int j = 0; j < (CLUSTER + 1) / 2; j++) here += few[j], here_before += (2 * j + half < rank) * few[j];
@@ -82,16 +86,17 @@ __device__ __forceinline__ void find_bin(Shared& sh, int buffer, int need, int r
     }
 }
 
-// Scores to bins: a straight line, cut off at both ends. Rounding keeps its order.
+// Scores to bins: from `origin`, which is bin 1, a straight line, cut off at the end. Rounding keeps its order. below: the
+// next score below the origin, -inf if there is none.
 struct Map {
-    float origin, scale;
+    float origin, scale, below;
 };
 
 __device__ __forceinline__ float height(const Map& map, float x) {
     return __fmaf_rn(__fsub_rn(x, map.origin), map.scale, 1.0f);
 }
 
-// A bin holds what reaches `from` but not `upto`; bin 0, from 0, also what is below it, and NaN.
+// A bin holds what reaches `from` but not `upto` and lies not below the map's origin; bin 0 what does, and NaN.
 struct Bin {
     float from, upto;
 };
@@ -100,8 +105,9 @@ __device__ __forceinline__ Bin bin_of(int number) {
     return {(float)number, number == BINS - 1 ? __int_as_float(0x7fc00000) : number + 1.0f};
 }
 
-__device__ __forceinline__ bool in_bin(const Bin& bin, float h) {
-    return fmaxf(h, 0.0f) >= bin.from && !(h >= bin.upto);
+__device__ __forceinline__ bool in_bin(const Bin& bin, const Map& map, float x) {
+    const float h = height(map, x);
+    return x >= map.origin ? h >= bin.from && !(h >= bin.upto) : bin.from == 0.0f;
 }
 
 // A member of the chosen bin, to the list of every block.
@@ -118,7 +124,7 @@ __device__ __forceinline__ void key_range(Shared& sh, const Stretch& r, int rank
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     low = INT_MAX, high = INT_MIN;
     reread(r, [&](int u, float x) {
-        if (in_bin(bin, height(map, x)) && competes(r, u)) low = min(low, order_key(x)), high = max(high, order_key(x));
+        if (in_bin(bin, map, x) && competes(r, u)) low = min(low, order_key(x)), high = max(high, order_key(x));
     });
     low = __reduce_min_sync(ALL, low), high = __reduce_max_sync(ALL, high);
     if (lane == 0) sh.lowest[warp] = low, sh.highest[warp] = high;
@@ -140,6 +146,7 @@ __device__ __forceinline__ void key_range(Shared& sh, const Stretch& r, int rank
 // list. Or finds that all members are equal, to which sh.found[5] is set then, and makes none.
 __device__ __noinline__ void cut_down(Shared& sh, Stretch r, int rank, int want, Map map, Bin bin, Place place) {
     int least, most;
+    for (int i = threadIdx.x; i < BINS / 4; i += THREADS) ((int4*)sh.spare)[i] = make_int4(0, 0, 0, 0);
     key_range(sh, r, rank, map, bin, least, most);
     int buffer = 1;
 #pragma unroll 1
@@ -149,7 +156,7 @@ __device__ __noinline__ void cut_down(Shared& sh, Stretch r, int rank, int want,
         reread(r, [&](int u, float x) {
             const int key = order_key(x);
             if (key >= least && key <= most && competes(r, u))
-                atomicAdd(&sh.fine[buffer][((u32)key - (u32)least) >> digit], 1);
+                atomicAdd(&counts(sh, buffer)[((u32)key - (u32)least) >> digit], 1);
         });
         __syncthreads();
         sum_groups(sh, buffer);
@@ -162,7 +169,7 @@ __device__ __noinline__ void cut_down(Shared& sh, Stretch r, int rank, int want,
         most = (int)((u32)least + min((1u << digit) - 1, span - skipped));
         // Every block has read the other buffer: it did so before the barrier.
         buffer ^= 1;
-        for (int i = threadIdx.x; i < BINS / 4; i += THREADS) ((int4*)sh.fine[buffer])[i] = make_int4(0, 0, 0, 0);
+        for (int i = threadIdx.x; i < BINS / 4; i += THREADS) ((int4*)counts(sh, buffer))[i] = make_int4(0, 0, 0, 0);
         __syncthreads();
     }
     int above = 0;

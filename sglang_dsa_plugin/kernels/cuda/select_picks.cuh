@@ -32,16 +32,24 @@ __device__ __forceinline__ void put(const Target& to, int i, int position, int s
     if (WRITE == BOTH) to.slots_out[i] = slot;
 }
 
-// All of a row not longer than k, else the forced ones. first, step: the places of this thread.
+// All of a row not longer than k, else the forced ones. first, step: the places of this thread. Pages are asked for a few
+// places at a time: each may be on its way for most of what the kernel takes for such a row.
 __device__ __forceinline__ void put_undecided(const Target& to, int length, int k, int init, int local, int first,
                                               int step) {
     if (length > k && init + local == 0) return;
 #pragma unroll 1
-    for (int i = first; i < k; i += step) {
-        const bool late = i >= k - local;
-        if (length > k && i >= init && !late) continue;
-        const int p = length > k && late ? length - k + i : i < length ? i : -1;
-        const int slot = WRITE != POSITIONS && p >= 0 ? slot_of(to, p) : -1;
-        put(to, i, p < 0 ? -1 : p + to.offset, slot);
+    for (; first < k; first += 4 * step) {
+        int position[4], slot[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int i = first + j * step;
+            position[j] = length > k && i >= k - local ? length - k + i : i < length ? i : -1;
+            const bool written = i < k && (length <= k || i < init || i >= k - local);
+            slot[j] = WRITE != POSITIONS && written && position[j] >= 0 ? slot_of(to, position[j]) : -1;
+            if (!written) position[j] = -2;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (position[j] != -2) put(to, first + j * step, position[j] < 0 ? -1 : position[j] + to.offset, slot[j]);
     }
 }

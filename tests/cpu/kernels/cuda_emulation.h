@@ -229,6 +229,7 @@ inline void barrier_init(Barrier& b) { b.copies = 0; }
 inline void copy(void* to, const void* from, u32 bytes, bool, Barrier& b) { memcpy(to, from, bytes), b.copies++; }
 inline void copy16(void* to, const void* from) { memcpy(to, from, 16); }
 inline void wait16() {}
+inline float4 load16(const float4* from) { return *from; }
 inline void wait(Barrier& b, u32 parity) {
     while ((b.copies & 1) == parity) leave();
 }

@@ -1,0 +1,84 @@
+// Parts of select.cu: the map that a sample of a row gives, and the k-th best among few members.
+
+// By all threads: seen: four scores of the row, of a vector's elements, other ones in every thread. Each group of threads
+// tells its best; the map begins at the lowest of those, so that few scores but more than `want` lie above it, and ends
+// at the highest.
+__device__ __forceinline__ Map map_of_sample(Shared& sh, const float4& seen, int vector, const Stretch& r, int want) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, rivals = r.end - r.first;
+    const float sample[4] = {seen.x, seen.y, seen.z, seen.w};
+    int best = INT_MIN, worst = INT_MAX;
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+        const int key = order_key(sample[c]);
+        if (key > -INF_KEY && key < INF_KEY && competes(r, 4 * vector + c)) best = max(best, key), worst = min(worst, key);
+    }
+    int low = worst;
+    if (2 * want <= rivals) {
+        low = best;
+#pragma unroll 1
+        for (int o = 1; o < 32 && (o < 16 ? 4 : 8) * o * want <= rivals; o *= 2) low = max(low, __shfl_xor_sync(ALL, low, o));
+        if (low == INT_MIN) low = INT_MAX;
+    }
+    low = __reduce_min_sync(ALL, low), best = __reduce_max_sync(ALL, best);
+    if (lane == 0) sh.lowest[warp] = low, sh.highest[warp] = best;
+    __syncthreads();
+    low = __reduce_min_sync(ALL, lane < WARPS ? sh.lowest[lane] : INT_MAX);
+    best = __reduce_max_sync(ALL, lane < WARPS ? sh.highest[lane] : INT_MIN);
+    const float none = __int_as_float(0x7fc00000);
+    Map map = {score_of(low), 0.0f, score_of(low - 1)};
+    map.scale = __fdividef(BINS - 2, score_of(best) - map.origin);
+    if (!(low < best && map.scale > 0.0f && map.scale < __int_as_float(INF_KEY))) map = {none, none, none};
+    return map;
+}
+
+// The k-th best, and of the picks where they are: how many of the members above it, and equal to it, lie in earlier
+// blocks, and how many that reach it in earlier warps of this one. same: members equal to it, of which `room` are picks.
+struct Edge {
+    int key, room, same;
+    int next, equals, earlier;
+};
+
+// By all threads, the list being whole: the `need`-th best of its members.
+__device__ __forceinline__ Edge rank_members(Shared& sh, const Place& place, int need) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    Edge edge;
+    if (place.members <= 32) {
+        // Each warp for itself.
+        const int key = lane < place.members ? sh.list[lane] : INT_MIN;
+        int more = 0, same = 0;
+#pragma unroll 1
+        for (int i = 0; i < place.members; i++) {
+            const int other = __shfl_sync(ALL, key, i);
+            more += other > key, same += other == key;
+        }
+        const u32 votes = __ballot_sync(ALL, lane < place.members && more < need && need <= more + same);
+        const int who = __ffs(votes) - 1;
+        edge.key = __shfl_sync(ALL, key, who), edge.same = __shfl_sync(ALL, same, who);
+        edge.room = need - __shfl_sync(ALL, more, who);
+    } else {
+#pragma unroll 1
+        for (int c = warp; c < place.members; c += WARPS) {
+            const int key = sh.list[c];
+            int counts = 0;
+#pragma unroll 1
+            for (int i = lane; i < place.members; i += 32) counts += (sh.list[i] > key) + ((sh.list[i] == key) << 16);
+            counts = __reduce_add_sync(ALL, counts);
+            const int more = counts & 0xffff, same = counts >> 16;
+            if (more < need && need <= more + same && lane == 0)
+                sh.found[5] = key, sh.found[6] = more, sh.found[7] = same;
+        }
+        __syncthreads();
+        edge.key = sh.found[5], edge.room = need - sh.found[6], edge.same = sh.found[7];
+    }
+    int before = 0, earlier = 0;
+#pragma unroll 1
+    for (int i = lane; i < place.members_before; i += 32)
+        before += (sh.list[i] > edge.key) + ((sh.list[i] == edge.key) << 16);
+#pragma unroll 1
+    for (int i = lane; i < sh.count; i += 32)
+        earlier += sh.warp_of[i] < warp && sh.list[place.members_before + i] >= edge.key;
+    before = __reduce_add_sync(ALL, before);
+    edge.next = before & 0xffff, edge.equals = before >> 16;
+    edge.earlier = __reduce_add_sync(ALL, earlier);
+    return edge;
+}
