@@ -41,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_rows(
     const int rank = cluster_rank();
     const long long row = cluster_id();
     for (int i = thread; i < BINS / 4; i += THREADS) ((int4*)sh.fine)[i] = make_int4(0, 0, 0, 0);
+    if (thread < COARSE / 4) ((int4*)sh.coarse[0])[thread] = make_int4(0, 0, 0, 0);
     if (thread == 0) sh.count = 0;
     if (lane == 0) barrier_init(sh.arrived[warp]);
     wait_for_earlier();
@@ -79,31 +80,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_rows(
 
     const Map map = map_of_sample(sh, seen, (int)((u64)thread * vectors / THREADS) + vector0, r, want);
 
-    // Candidates: what lies above bin 0.
-    const float passed = map.below;
+    // Candidates: what lies above bin 0. Two at a time, so that one score comes while the other is counted.
     int number = 0;
     const float* own = sh.ring[warp] + 4 * BATCH * lane;
 #pragma unroll 1
     for (int chunk = 0; BATCH * chunk < r.steps; chunk++) {
         const int vector = warp_first + CHUNK * chunk, u = 4 * (vector + BATCH * lane);
         wait(sh.arrived[warp], chunk & 1);
-        u32 flags = within(flags_of(own, passed), u, first, last);
+        u32 flags = within(flags_of(own, map.below), u, first, last);
         const int mine = __popc(flags), upto = sum_upto(mine);
-        int2* next = &sh.candidates[warp][number + upto - mine];
+        Entry* next = &sh.candidates[warp][number + upto - mine];
         number += __shfl_sync(ALL, upto, 31);
+        const bool room = HELD || number <= LISTED;
 #pragma unroll 1
-        for (; flags != 0; next++) {
+        for (; flags != 0; next += 2) {
             const int e = __clz(flags);
-            const float x = own[e];
             flags ^= 0x80000000u >> e;
-            if (number <= LISTED) *next = make_int2(__float_as_int(x), u + e);
+            const bool both = flags != 0;
+            const int e2 = both ? __clz(flags) : e;
+            if (both) flags ^= 0x80000000u >> e2;
+            const float x = own[e], x2 = own[e2];
+#if HELD
+            next[0] = 4 * BATCH * lane + e;
+            if (both) next[1] = 4 * BATCH * lane + e2;
+#else
+            if (room) next[0] = make_int2(__float_as_int(x), u + e);
+            if (room && both) next[1] = make_int2(__float_as_int(x2), u + e2);
+#endif
             atomicAdd(&sh.fine[(int)fminf(height(map, x), BINS - 1)], 1);
+            if (both) atomicAdd(&sh.fine[(int)fminf(height(map, x2), BINS - 1)], 1);
         }
         __syncwarp();
         if (!HELD && lane == 0 && BATCH * (chunk + 1) < r.steps) fetch(vector + CHUNK);
     }
-    Candidates mine = {sh.candidates[warp], number <= LISTED ? number : -1, r.base, 0};
-    if (HELD) mine.raw = sh.ring[warp], mine.raw_first = 4 * warp_first;
+    if (number > LISTED) number = -1;
+    const Entry* candidates = sh.candidates[warp];
+#if HELD
+    r.base = sh.ring[warp] - 4 * warp_first;  // from here on
+#endif
     if (thread < pages) sh.pages[thread] = page;
 #pragma unroll 1
     for (int i = thread + THREADS; i < pages; i += THREADS) sh.pages[i] = page_of(to, to.first_page + i);
@@ -118,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_rows(
     if (sh.found[0] >= 0 && place.members <= LIST) {
         // How many scores of each warp lie above the bin; and the few members to every block's list.
         int above = 0;
-        each(r, mine, [&](int, float x) {
+        each(r, candidates, number, [&](int, float x) {
             above += height(map, x) >= bin.upto;
             if (in_bin(bin, map, x)) list(sh, place.members_before, order_key(x));
         });
@@ -137,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_rows(
             write_with_ties(sh, r, to, sh.found[5], room, place.above_before, place.members_before, init);
             return;
         }
-        mine.number = -1, mine.raw = r.base, mine.raw_first = 0;
+        number = -1;
     }
 
     // The list is whole.
@@ -150,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_rows(
     int next = init + place.above_before + edge.next + edge.equals + edge.earlier;
     next += __reduce_add_sync(ALL, lane < warp ? sh.above[lane] : 0);
     const float reached = score_of(edge.key);
-    each(r, mine, [&](int u, float x) {
+    each(r, candidates, number, [&](int u, float x) {
         const bool picked = x >= reached;
         const u32 votes = __ballot_sync(ALL, picked);
         if (picked) put(sh, to, next + __popc(votes & ((1u << lane) - 1)), u - r.shift);

@@ -92,6 +92,15 @@ struct Map {
     float origin, scale, below;
 };
 
+// All NaN, so that it has no score in a bin above 0, where there is no line.
+__device__ __forceinline__ Map map_between(int low, float top) {
+    Map map = {score_of(low), 0.0f, score_of(low - 1)};
+    map.scale = __fdividef(BINS - 2, top - map.origin);
+    const float none = __int_as_float(0x7fc00000);
+    if (!(map.origin < top && map.scale > 0.0f && map.scale < __int_as_float(INF_KEY))) map = {none, none, none};
+    return map;
+}
+
 __device__ __forceinline__ float height(const Map& map, float x) {
     return __fmaf_rn(__fsub_rn(x, map.origin), map.scale, 1.0f);
 }

@@ -9,6 +9,9 @@
 #define GROUP 16              // bins that are summed over the cluster together first
 #define COARSE (BINS / GROUP)
 #define LIST 256              // members of a bin that are ranked at once
+#ifndef TIGHT
+#define TIGHT 1
+#endif
 
 // What is known of the k-th best: `above` scores come before all `members`, one of which it is. The same for what lies
 // in the stretches of earlier blocks.
@@ -17,12 +20,18 @@ struct Place {
     int members, members_before;
 };
 
+#if HELD
+typedef unsigned short Entry;  // a score's place in the warp's stretch, which the ring holds
+#else
+typedef int2 Entry;            // a score's bits and its element
+#endif
+
 struct Shared {
+    alignas(128) float ring[WARPS][4 * CHUNK];  // a chunk of the row for each warp
     union {
-        alignas(128) float ring[WARPS][4 * CHUNK];  // a chunk of the row for each warp
-        int spare[BINS];                            // counts, once the ring is not looked at any more
+        alignas(16) Entry candidates[WARPS][LISTED];  // of each warp, ascending
+        int spare[BINS];            // counts, once the candidates are not looked at any more
     };
-    alignas(16) int2 candidates[WARPS][LISTED];     // of each warp: a score's bits and its element, ascending
     alignas(16) int fine[BINS];     // counts by bin, of this block's stretch
     alignas(16) int coarse[2][COARSE];  // the same by GROUP bins; of `fine` and of `spare`
     int list[LIST];           // keys of the chosen bin's members, of all blocks in their order
@@ -37,33 +46,32 @@ struct Shared {
     int pages[PAGES];         // entries of the page table for this block's stretch
 };
 static_assert(sizeof(Shared) <= SHARED, "more shared memory than the launch gives");
+static_assert(!HELD || LISTED == 4 * CHUNK, "where all scores are held, their list has room for all");
 
 __device__ __forceinline__ int* counts(Shared& sh, int buffer) { return buffer ? sh.spare : sh.fine; }
 
-// What a warp looks at after its stretch was read: its list of candidates, or, where that has no room for them, all
-// scores once more, from the ring that holds them or from the row.
-struct Candidates {
-    const int2* list;
-    int number;               // -1: no list
-    const float* raw;
-    int raw_first;            // the element that `raw` begins with
-};
-
-// f(element, score) for this warp's candidates, and maybe other scores. The warp's threads go together, in ascending
-// position; a score that is none, or does not compete, is NaN.
+// f(element, score) for this warp's `number` candidates, or, where there is no list (-1), for all its scores. The warp's
+// threads go together, in ascending position; a score that does not compete is NaN.
 template <class F>
-__device__ __forceinline__ void each(const Stretch& r, const Candidates& c, F f) {
-    const int lane = threadIdx.x & 31, first = 4 * (r.vector - lane);
-    const int number = c.number < 0 ? 128 * r.steps : c.number;
+__device__ __forceinline__ void each(const Stretch& r, const Entry* candidates, int number, F f) {
+    const int lane = threadIdx.x & 31, first = 4 * (r.vector - lane), end = number < 0 ? 128 * r.steps : number;
 #pragma unroll 1
-    for (int i = lane; i - lane < number; i += 32) {
-        int2 entry = {0x7fc00000, first + i};
-        if (c.number >= 0) {
-            if (i < number) entry = c.list[i];
-        } else if (competes(r, first + i)) {
-            entry.x = __float_as_int(c.raw[first + i - c.raw_first]);
+    for (int i = lane; i - lane < end; i += 32) {
+        int u = first + i;
+        float x = __int_as_float(0x7fc00000);
+#if HELD
+        if (number >= 0) u = i < number ? first + candidates[i] : r.end;
+        if (competes(r, u)) x = r.base[u];
+#else
+        if (number >= 0) {
+            const int2 entry = candidates[min(i, number - 1)];
+            u = entry.y;
+            if (i < number) x = __int_as_float(entry.x);
+        } else if (competes(r, u)) {
+            x = r.base[u];
         }
-        f(entry.y, __int_as_float(entry.x));
+#endif
+        f(u, x);
     }
 }
 

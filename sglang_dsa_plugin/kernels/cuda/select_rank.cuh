@@ -1,8 +1,22 @@
 // Parts of select.cu: the map that a sample of a row gives, and the k-th best among few members.
 
-// By all threads: seen: four scores of the row, of a vector's elements, other ones in every thread. Each group of threads
-// tells its best; the map begins at the lowest of those, so that few scores but more than `want` lie above it, and ends
-// at the highest.
+// The number of the highest group of bins that `rank` of the sample's scores reach; 0 where that is not so for any. By a
+// warp that has their sums: of four groups each, from the highest down.
+__device__ __forceinline__ int group_of(const int4& of, int upto, int rank) {
+    const u32 votes = __ballot_sync(ALL, upto >= rank);
+    const int who = __ffs(votes) - 1;
+    int sum = upto - of.x - of.y - of.z - of.w + of.w, at = 3;
+    if (sum < rank) sum += of.z, at = 2;
+    if (sum < rank) sum += of.y, at = 1;
+    if (sum < rank) at = 0;
+    at = __shfl_sync(ALL, at, who & 31);
+    return votes == 0 ? 0 : 4 * (31 - who) + at;
+}
+
+// By all threads. seen: the scores of a vector, another one for each thread. Each group of threads tells its best; the
+// lowest of those, which few scores but more than `want` lie above, and the highest give a first map. By that the sample
+// is counted, and its scores of two ranks bound the map: one that almost surely more than `want` scores reach, and one
+// that fewer do.
 __device__ __forceinline__ Map map_of_sample(Shared& sh, const float4& seen, int vector, const Stretch& r, int want) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, rivals = r.end - r.first;
     const float sample[4] = {seen.x, seen.y, seen.z, seen.w};
@@ -24,10 +38,25 @@ __device__ __forceinline__ Map map_of_sample(Shared& sh, const float4& seen, int
     __syncthreads();
     low = __reduce_min_sync(ALL, lane < WARPS ? sh.lowest[lane] : INT_MAX);
     best = __reduce_max_sync(ALL, lane < WARPS ? sh.highest[lane] : INT_MIN);
-    const float none = __int_as_float(0x7fc00000);
-    Map map = {score_of(low), 0.0f, score_of(low - 1)};
-    map.scale = __fdividef(BINS - 2, score_of(best) - map.origin);
-    if (!(low < best && map.scale > 0.0f && map.scale < __int_as_float(INF_KEY))) map = {none, none, none};
+    Map map = map_between(low, score_of(best));
+#if TIGHT
+#pragma unroll
+    for (int c = 0; c < 4; c++)
+        if (sample[c] >= map.origin && competes(r, 4 * vector + c))
+            atomicAdd(&sh.coarse[0][(int)fminf(height(map, sample[c]), BINS - 1) / GROUP], 1);
+    __syncthreads();
+    const int4 of = ((int4*)sh.coarse[0])[31 - lane];
+    const int upto = sum_upto(of.x + of.y + of.z + of.w);
+    const float expected = (float)want * (4 * THREADS) / rivals;
+    const int from = group_of(of, upto, (int)(expected + 6.0f * sqrtf(expected) + 2.0f));
+    const int to = group_of(of, upto, (int)(expected / 4));
+    if (from > 0) {
+        const float width = __fdividef(1.0f, map.scale);
+        const float top = to == 0 || to == COARSE - 1 ? score_of(best) : map.origin + (GROUP * (to + 1) - 1) * width;
+        const Map finer = map_between(order_key(map.origin + (GROUP * from - 1) * width), top);
+        if (finer.scale > map.scale) map = finer;
+    }
+#endif
     return map;
 }
 

@@ -44,9 +44,10 @@ class SelectShape:
     def shared_bytes(self) -> int:
         """Of a block: scores, candidates, bins, members of one, pages, and what is small."""
         warps = self.threads // 32
-        scores = max(self.threads * 16 * self.batch, 4 * _BINS)
+        scores = self.threads * 16 * self.batch
         fixed = 4 * _BINS + 2 * 4 * _BINS // 16 + 2 * 4 * 256 + 4 * self.pages + 24 * warps + 256
-        return -(-(scores + 8 * self.listed * warps + fixed) // 128) * 128
+        listed = max((2 if self.held else 8) * self.listed * warps, 4 * _BINS)
+        return -(-(scores + listed + fixed) // 128) * 128
 
     def serves(self, width: int, page_size: int) -> bool:
         """Whether a block's part of the page table fits its memory."""
@@ -126,7 +127,7 @@ def select_shape(gpu: Gpu, rows: int, columns: int) -> SelectShape | None:
     steps = -(-columns // (4 * threads * cluster))
     whole = next((batch for batch in (1, 2, 4, 8) if steps <= batch), 4)
     for batch in (8, 4, 2, 1):
-        shape = SelectShape(threads, cluster, batch, steps <= batch, min(128 * batch, 256), _blocks(gpu, threads))
+        shape = SelectShape(threads, cluster, batch, steps <= batch, 128 * batch if steps <= batch else min(128 * batch, 256), _blocks(gpu, threads))
         if batch <= whole and shape.shared_bytes <= _room(gpu, shape.blocks):
             return shape
     return None
