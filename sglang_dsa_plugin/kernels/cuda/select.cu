@@ -40,10 +40,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_rows(
     const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
     const int rank = cluster_rank();
     const long long row = cluster_id();
-    for (int i = thread; i < BINS / 4; i += THREADS) ((int4*)sh.fine)[i] = make_int4(0, 0, 0, 0);
-    if (thread < COARSE / 4) ((int4*)sh.coarse[0])[thread] = make_int4(0, 0, 0, 0);
-    if (thread == 0) sh.count = 0;
+    for (int i = thread; i < BINS; i += THREADS) sh.fine[i] = 0;
+    if (thread < GROUPS) sh.groups[thread] = 0;
     if (lane == 0) barrier_init(sh.arrived[warp]);
+    if (thread == 0) {
+        sh.count = 0;
+        barrier_init(sh.counted[0]), barrier_init(sh.counted[1]), barrier_init(sh.listed), barrier_init(sh.ranged);
+    }
+    cluster_arrive();
     wait_for_earlier();
 
     // What is read of other tensors is asked for together.
@@ -122,8 +126,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_rows(
 #pragma unroll 1
     for (int i = thread + THREADS; i < pages; i += THREADS) sh.pages[i] = page_of(to, to.first_page + i);
     __syncthreads();
-    sum_groups(sh, 0);
-    cluster_sync();
+    cluster_wait();
+    exchange_counts(sh, rank, 0);
     if (warp == 0) find_bin(sh, 0, want, rank);
     __syncthreads();
 
@@ -138,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_rows(
         });
         above = __reduce_add_sync(ALL, above);
         if (lane == 0) sh.above[warp] = above;
-        cluster_sync();
+        finish_list(sh, place.members);
     } else {
         if (sh.found[0] < 0) {  // among those below all counted ones
             place.members = rivals - place.above;

@@ -5,12 +5,12 @@
 #include "select_flags.cuh"
 #include "copies.cuh"
 
-#define BINS 2048
-#define GROUP 16              // bins that are summed over the cluster together first
-#define COARSE (BINS / GROUP)
+#define BINS 256
+#define EACH (BINS / 32)      // bins that a thread of a warp looks at
+#define GROUPS 128            // bins of the sample
 #define LIST 256              // members of a bin that are ranked at once
-#ifndef TIGHT
-#define TIGHT 1
+#ifndef FLIGHT
+#define FLIGHT 4
 #endif
 
 // What is known of the k-th best: `above` scores come before all `members`, one of which it is. The same for what lies
@@ -30,16 +30,18 @@ struct Shared {
     alignas(128) float ring[WARPS][4 * CHUNK];  // a chunk of the row for each warp
     union {
         alignas(16) Entry candidates[WARPS][LISTED];  // of each warp, ascending
-        int spare[BINS];            // counts, once the candidates are not looked at any more
+        int spare[CLUSTER][BINS];   // as `received`, once the candidates are not looked at any more
     };
-    alignas(16) int fine[BINS];     // counts by bin, of this block's stretch
-    alignas(16) int coarse[2][COARSE];  // the same by GROUP bins; of `fine` and of `spare`
+    alignas(16) int received[CLUSTER][BINS];  // counts by bin, of all blocks
+    alignas(16) int fine[BINS];     // of this block
+    alignas(16) int groups[GROUPS]; // counts of the sample
+    int2 ranges[CLUSTER];     // lowest and highest key of the members of each block
+    Barrier arrived[WARPS];   // copies to the ring
+    Barrier counted[2], listed, ranged;  // what other blocks store: counts, in two places in turn, the list, ranges
     int list[LIST];           // keys of the chosen bin's members, of all blocks in their order
     int warp_of[LIST];        // of this block's members
-    Barrier arrived[WARPS];
     int lowest[WARPS], highest[WARPS];
     int above[WARPS], equal[WARPS];
-    int ranges[2][16];        // lowest and highest key of the members of each block
     int found[8];
     Place place;
     int count;                // of this block's members
@@ -47,8 +49,6 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED, "more shared memory than the launch gives");
 static_assert(!HELD || LISTED == 4 * CHUNK, "where all scores are held, their list has room for all");
-
-__device__ __forceinline__ int* counts(Shared& sh, int buffer) { return buffer ? sh.spare : sh.fine; }
 
 // f(element, score) for this warp's `number` candidates, or, where there is no list (-1), for all its scores. The warp's
 // threads go together, in ascending position; a score that does not compete is NaN.

@@ -32,24 +32,30 @@ __device__ __forceinline__ void put(const Target& to, int i, int position, int s
     if (WRITE == BOTH) to.slots_out[i] = slot;
 }
 
-// All of a row not longer than k, else the forced ones. first, step: the places of this thread. Pages are asked for a few
-// places at a time: each may be on its way for most of what the kernel takes for such a row.
+// All of a row not longer than k, else the forced ones. first, step: the places of this thread.
 __device__ __forceinline__ void put_undecided(const Target& to, int length, int k, int init, int local, int first,
                                               int step) {
-    if (length > k && init + local == 0) return;
+    if (length > k) {
+#pragma unroll 1
+        for (int i = first; i < init + local; i += step) {
+            const int p = i < init ? i : length - local + i - init;
+            put(to, i < init ? i : k - local + i - init, p + to.offset, WRITE != POSITIONS ? slot_of(to, p) : -1);
+        }
+        return;
+    }
+    // A few places at a time: their pages are on the way together.
 #pragma unroll 1
     for (; first < k; first += 4 * step) {
-        int position[4], slot[4];
+        int slot[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            const int i = first + j * step;
-            position[j] = length > k && i >= k - local ? length - k + i : i < length ? i : -1;
-            const bool written = i < k && (length <= k || i < init || i >= k - local);
-            slot[j] = WRITE != POSITIONS && written && position[j] >= 0 ? slot_of(to, position[j]) : -1;
-            if (!written) position[j] = -2;
+            const int p = first + j * step;
+            slot[j] = WRITE != POSITIONS && p < length ? slot_of(to, p) : -1;
         }
 #pragma unroll
-        for (int j = 0; j < 4; j++)
-            if (position[j] != -2) put(to, first + j * step, position[j] < 0 ? -1 : position[j] + to.offset, slot[j]);
+        for (int j = 0; j < 4; j++) {
+            const int p = first + j * step;
+            if (p < k) put(to, p, p < length ? p + to.offset : -1, slot[j]);
+        }
     }
 }

@@ -38,26 +38,23 @@ __device__ __forceinline__ Map map_of_sample(Shared& sh, const float4& seen, int
     __syncthreads();
     low = __reduce_min_sync(ALL, lane < WARPS ? sh.lowest[lane] : INT_MAX);
     best = __reduce_max_sync(ALL, lane < WARPS ? sh.highest[lane] : INT_MIN);
-    Map map = map_between(low, score_of(best));
-#if TIGHT
+    const Map coarse = map_between(low, score_of(best), GROUPS);
 #pragma unroll
     for (int c = 0; c < 4; c++)
-        if (sample[c] >= map.origin && competes(r, 4 * vector + c))
-            atomicAdd(&sh.coarse[0][(int)fminf(height(map, sample[c]), BINS - 1) / GROUP], 1);
+        if (sample[c] >= coarse.origin && competes(r, 4 * vector + c))
+            atomicAdd(&sh.groups[(int)fminf(height(coarse, sample[c]), GROUPS - 1)], 1);
     __syncthreads();
-    const int4 of = ((int4*)sh.coarse[0])[31 - lane];
+    const int4 of = ((int4*)sh.groups)[31 - lane];
     const int upto = sum_upto(of.x + of.y + of.z + of.w);
-    const float expected = (float)want * (4 * THREADS) / rivals;
-    const int from = group_of(of, upto, (int)(expected + 6.0f * sqrtf(expected) + 2.0f));
+    const float expected = __fdividef((float)want * (4 * THREADS), rivals), width = __fdividef(1.0f, coarse.scale);
+    const int from = group_of(of, upto, (int)expected + 6 * (int)sqrtf(expected) + 8);
     const int to = group_of(of, upto, (int)(expected / 4));
     if (from > 0) {
-        const float width = __fdividef(1.0f, map.scale);
-        const float top = to == 0 || to == COARSE - 1 ? score_of(best) : map.origin + (GROUP * (to + 1) - 1) * width;
-        const Map finer = map_between(order_key(map.origin + (GROUP * from - 1) * width), top);
-        if (finer.scale > map.scale) map = finer;
+        const float top = to == 0 || to == GROUPS - 1 ? score_of(best) : coarse.origin + to * width;
+        const Map finer = map_between(order_key(coarse.origin + (from - 1) * width), top, BINS);
+        if (finer.scale == finer.scale) return finer;
     }
-#endif
-    return map;
+    return map_between(low, score_of(best), BINS);
 }
 
 // The k-th best, and of the picks where they are: how many of the members above it, and equal to it, lie in earlier

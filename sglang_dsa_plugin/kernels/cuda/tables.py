@@ -11,7 +11,7 @@ from sglang_dsa_plugin.support_row import CLUSTER_SMS, INDEX_MAX_K, MANY_ROWS, M
 # Where select.cu was measured faster than the Triton kernels; elsewhere it is taken by name.
 SELECT_MEASURED_SMS = frozenset({90})
 
-_BINS = 2048  # BINS of select_parts.cuh and select_many_parts.cuh
+_BINS = 2048  # BINS of select_many_parts.cuh
 _MOST_COLUMNS = (1 << 20) + 1024
 _LONG = 32 * 1024  # columns from which on select_many.cu is taken for fewer rows, too
 _ROUND = 4 * 512  # scores that the smallest block looks at together
@@ -43,11 +43,11 @@ class SelectShape:
     @property
     def shared_bytes(self) -> int:
         """Of a block: scores, candidates, bins, members of one, pages, and what is small."""
-        warps = self.threads // 32
+        warps, counts = self.threads // 32, 4 * 256 * self.cluster  # 256: BINS of select_parts.cuh
         scores = self.threads * 16 * self.batch
-        fixed = 4 * _BINS + 2 * 4 * _BINS // 16 + 2 * 4 * 256 + 4 * self.pages + 24 * warps + 256
-        listed = max((2 if self.held else 8) * self.listed * warps, 4 * _BINS)
-        return -(-(scores + listed + fixed) // 128) * 128
+        listed = max((2 if self.held else 8) * self.listed * warps, counts)
+        small = 4 * 256 + 4 * 128 + 8 * self.cluster + 24 * warps + 2 * 4 * 256 + 4 * self.pages + 128
+        return -(-(scores + listed + counts + small) // 128) * 128
 
     def serves(self, width: int, page_size: int) -> bool:
         """Whether a block's part of the page table fits its memory."""
