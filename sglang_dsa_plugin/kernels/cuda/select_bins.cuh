@@ -1,18 +1,24 @@
 // Parts of select.cu: which bin holds the k-th best, and few members of it for every block to rank.
 
-// By all threads, after a barrier behind the counts: those of this block to every block. Behind the wait all have come.
-// round: of a row's exchanges; a block that is ahead stores the next counts beside those that others still look at.
+// By all threads, after a barrier behind the counts: those of this block to every block, and until all have come, for
+// the threads of the first warp at least. A launch without clusters has no stores to other blocks. round: of a row's exchanges; a block that is ahead stores the next counts beside those that others still look at.
 __device__ __forceinline__ void exchange_counts(Shared& sh, int rank, int round) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    int(*to)[BINS] = round & 1 ? sh.spare : sh.received;
+#if CLUSTER == 1
+    if (warp == 0)
+        for (int i = lane; i < BINS; i += 32) to[0][i] = sh.fine[i];
+    __syncwarp();
+#else
     Barrier& counted = sh.counted[round & 1];
     if (threadIdx.x == 0) expect(counted, sizeof(sh.received));
 #pragma unroll 1
     for (int j = warp; j < CLUSTER; j += WARPS) {
-        int4* to = (int4*)(round & 1 ? sh.spare : sh.received)[rank];
 #pragma unroll
-        for (int i = lane; i < BINS / 4; i += 32) store_to(to + i, j, ((int4*)sh.fine)[i], counted);
+        for (int i = lane; i < BINS / 4; i += 32) store_to((int4*)to[rank] + i, j, ((int4*)sh.fine)[i], counted);
     }
     wait_for_stores(counted, round >> 1 & 1);
+#endif
 }
 
 // By one warp: the bin of the cluster in which the `need`-th count from the top lies, and what lies above it, to
@@ -23,7 +29,7 @@ __device__ __forceinline__ void find_bin(Shared& sh, int round, int need, int ra
     int total[EACH], before[EACH], own = 0, own_before = 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) total[i] = before[i] = 0;
-#pragma unroll FLIGHT
+#pragma unroll 1
     for (int j = 0; j < CLUSTER; j++) {
         const int* of = &(round & 1 ? sh.spare : sh.received)[j][first];
 #pragma unroll
@@ -92,15 +98,19 @@ __device__ __forceinline__ bool in_bin(const Bin& bin, const Map& map, float x) 
 __device__ __forceinline__ void list(Shared& sh, int members_before, int key) {
     const int i = atomicAdd(&sh.count, 1);
     sh.warp_of[i] = threadIdx.x / 32;
+#if CLUSTER == 1
+    sh.list[members_before + i] = key;
+#else
 #pragma unroll 1
     for (int j = 0; j < CLUSTER; j++) store_to(&sh.list[members_before + i], j, key, sh.listed);
+#endif
 }
 
 // By all threads, when this block's are there: until all are, and what this block's warps have found can be read.
 __device__ __forceinline__ void finish_list(Shared& sh, int members) {
-    if (threadIdx.x == 0) expect(sh.listed, sizeof(int) * members);
+    if (CLUSTER > 1 && threadIdx.x == 0) expect(sh.listed, sizeof(int) * members);
     __syncthreads();
-    wait_for_stores(sh.listed, 0);
+    if (CLUSTER > 1) wait_for_stores(sh.listed, 0);
 }
 
 // Range of the members' keys over the cluster.
@@ -113,13 +123,12 @@ __device__ __forceinline__ void key_range(Shared& sh, const Stretch& r, int rank
     });
     low = __reduce_min_sync(ALL, low), high = __reduce_max_sync(ALL, high);
     if (lane == 0) sh.lowest[warp] = low, sh.highest[warp] = high;
-    if (threadIdx.x == 0) expect(sh.ranged, sizeof(sh.ranges));
+    if (CLUSTER > 1 && threadIdx.x == 0) expect(sh.ranged, sizeof(sh.ranges));
     __syncthreads();
-    if (warp == 0) {
-        low = __reduce_min_sync(ALL, lane < WARPS ? sh.lowest[lane] : INT_MAX);
-        high = __reduce_max_sync(ALL, lane < WARPS ? sh.highest[lane] : INT_MIN);
-        if (lane < CLUSTER) store_to(&sh.ranges[rank], lane, make_int2(low, high), sh.ranged);
-    }
+    low = __reduce_min_sync(ALL, lane < WARPS ? sh.lowest[lane] : INT_MAX);
+    high = __reduce_max_sync(ALL, lane < WARPS ? sh.highest[lane] : INT_MIN);
+    if (CLUSTER == 1) return;
+    if (warp == 0 && lane < CLUSTER) store_to(&sh.ranges[rank], lane, make_int2(low, high), sh.ranged);
     wait_for_stores(sh.ranged, 0);
     low = __reduce_min_sync(ALL, lane < CLUSTER ? sh.ranges[lane].x : INT_MAX);
     high = __reduce_max_sync(ALL, lane < CLUSTER ? sh.ranges[lane].y : INT_MIN);

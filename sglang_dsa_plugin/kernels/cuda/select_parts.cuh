@@ -9,9 +9,6 @@
 #define EACH (BINS / 32)      // bins that a thread of a warp looks at
 #define GROUPS 128            // bins of the sample
 #define LIST 256              // members of a bin that are ranked at once
-#ifndef FLIGHT
-#define FLIGHT 4
-#endif
 
 // What is known of the k-th best: `above` scores come before all `members`, one of which it is. The same for what lies
 // in the stretches of earlier blocks.

@@ -47,7 +47,7 @@ __device__ __forceinline__ Map map_of_sample(Shared& sh, const float4& seen, int
     const int4 of = ((int4*)sh.groups)[31 - lane];
     const int upto = sum_upto(of.x + of.y + of.z + of.w);
     const float expected = __fdividef((float)want * (4 * THREADS), rivals), width = __fdividef(1.0f, coarse.scale);
-    const int from = group_of(of, upto, (int)expected + 6 * (int)sqrtf(expected) + 8);
+    const int from = group_of(of, upto, (int)(1.5f * expected) + 24);
     const int to = group_of(of, upto, (int)(expected / 4));
     if (from > 0) {
         const float top = to == 0 || to == GROUPS - 1 ? score_of(best) : coarse.origin + to * width;
@@ -64,47 +64,30 @@ struct Edge {
     int next, equals, earlier;
 };
 
-// By all threads, the list being whole: the `need`-th best of its members.
+// By all threads, the list being whole: the `need`-th best of its members. Each warp ranks some of them.
 __device__ __forceinline__ Edge rank_members(Shared& sh, const Place& place, int need) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    Edge edge;
-    if (place.members <= 32) {
-        // Each warp for itself.
-        const int key = lane < place.members ? sh.list[lane] : INT_MIN;
-        int more = 0, same = 0;
 #pragma unroll 1
-        for (int i = 0; i < place.members; i++) {
-            const int other = __shfl_sync(ALL, key, i);
-            more += other > key, same += other == key;
-        }
-        const u32 votes = __ballot_sync(ALL, lane < place.members && more < need && need <= more + same);
-        const int who = __ffs(votes) - 1;
-        edge.key = __shfl_sync(ALL, key, who), edge.same = __shfl_sync(ALL, same, who);
-        edge.room = need - __shfl_sync(ALL, more, who);
-    } else {
+    for (int c = warp; c < place.members; c += WARPS) {
+        const int key = sh.list[c];
+        int counts = 0;
 #pragma unroll 1
-        for (int c = warp; c < place.members; c += WARPS) {
-            const int key = sh.list[c];
-            int counts = 0;
-#pragma unroll 1
-            for (int i = lane; i < place.members; i += 32) counts += (sh.list[i] > key) + ((sh.list[i] == key) << 16);
-            counts = __reduce_add_sync(ALL, counts);
-            const int more = counts & 0xffff, same = counts >> 16;
-            if (more < need && need <= more + same && lane == 0)
-                sh.found[5] = key, sh.found[6] = more, sh.found[7] = same;
-        }
-        __syncthreads();
-        edge.key = sh.found[5], edge.room = need - sh.found[6], edge.same = sh.found[7];
+        for (int i = lane; i < place.members; i += 32) counts += (sh.list[i] > key) + ((sh.list[i] == key) << 16);
+        counts = __reduce_add_sync(ALL, counts);
+        const int more = counts & 0xffff, same = counts >> 16;
+        if (more < need && need <= more + same && lane == 0)
+            sh.found[5] = key, sh.found[6] = more, sh.found[7] = same;
     }
-    int before = 0, earlier = 0;
+    __syncthreads();
+    Edge edge;
+    edge.key = sh.found[5], edge.room = need - sh.found[6], edge.same = sh.found[7];
+    int counts = 0;
 #pragma unroll 1
-    for (int i = lane; i < place.members_before; i += 32)
-        before += (sh.list[i] > edge.key) + ((sh.list[i] == edge.key) << 16);
-#pragma unroll 1
-    for (int i = lane; i < sh.count; i += 32)
-        earlier += sh.warp_of[i] < warp && sh.list[place.members_before + i] >= edge.key;
-    before = __reduce_add_sync(ALL, before);
-    edge.next = before & 0xffff, edge.equals = before >> 16;
-    edge.earlier = __reduce_add_sync(ALL, earlier);
+    for (int i = lane; i < place.members_before + sh.count; i += 32) {
+        const int key = sh.list[i], own = i - place.members_before;
+        counts += own < 0 ? (key > edge.key) + ((key == edge.key) << 10) : (sh.warp_of[own] < warp && key >= edge.key) << 20;
+    }
+    counts = __reduce_add_sync(ALL, counts);
+    edge.next = counts & 0x3ff, edge.equals = counts >> 10 & 0x3ff, edge.earlier = counts >> 20;
     return edge;
 }
