@@ -29,24 +29,27 @@ __device__ __forceinline__ void copy(void* to, const void* from, u32 bytes, bool
 
 // By one thread, once for each round of a barrier that others' stores tell: how many bytes it is to wait for.
 __device__ __forceinline__ void expect(Barrier& b, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&b)), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&b)), "r"(bytes)
+                 : "memory");
 }
 
 // Stores to the same places of another block of the cluster, which tell its barrier. Unlike a cluster barrier they make
-// no thread wait until all that it wrote, to memory too, can be seen. The block must not end before they have come.
+// no thread wait until all that it wrote, to memory too, can be seen. That block must not end before they have come; a
+// launch without clusters has no such instruction.
 __device__ __forceinline__ void store_to(int4* p, u32 block, const int4& x, Barrier& b) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.s32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                     address_in(p, block)), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(address_in(&b, block)) : "memory");
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.s32 [%0], {%1, %2, %3, %4}, [%5];"
+                 ::"r"(address_in(p, block)), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(address_in(&b, block))
+                 : "memory");
 }
 
 __device__ __forceinline__ void store_to(int2* p, u32 block, const int2& x, Barrier& b) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.s32 [%0], {%1, %2}, [%3];" ::"r"(
-                     address_in(p, block)), "r"(x.x), "r"(x.y), "r"(address_in(&b, block)) : "memory");
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.s32 [%0], {%1, %2}, [%3];"
+                 ::"r"(address_in(p, block)), "r"(x.x), "r"(x.y), "r"(address_in(&b, block)) : "memory");
 }
 
 __device__ __forceinline__ void store_to(int* p, u32 block, int x, Barrier& b) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(
-                     address_in(p, block)), "r"(x), "r"(address_in(&b, block)) : "memory");
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];"
+                 ::"r"(address_in(p, block)), "r"(x), "r"(address_in(&b, block)) : "memory");
 }
 
 // Until the stores of all blocks have come, as `wait`.

@@ -4,24 +4,23 @@
 //   2. A sample of the row, the same in every block, gives a linear map of scores to bins that begins below the k-th
 //      best, almost surely. Whatever it is, it rises with the score, so a bin holds all scores between two, and bin 0
 //      all below; a bad sample costs time, never a pick.
-//   3. Each block reads its stretch of the row through shared memory, once. What lies above bin 0, a few per cent, goes
-//      to a list of each warp, and is counted by bins. The sums over the cluster tell which bin holds the k-th best, how
-//      many scores lie above it, and how many of those lie before the block's stretch.
+//   3. Each block reads its stretch of the row through shared memory, once. What lies above bin 0, a few per cent, is
+//      listed by each warp, and counted by bins. The sums over the cluster tell which bin holds the k-th best, how many
+//      scores lie above it, and how many of those lie before the block's stretch.
 //   4. The members of that bin, a few, are handed to every block. Each ranks them and knows the k-th best for itself.
 //   5. The picks leave in ascending position: every warp knows how many go before its own.
 //
 // A warp whose list has no room looks at all its scores again instead. A bin of more members than are ranked at once
-// (thousands of equal scores, or scores that the map does not spread), and bin 0, which no list holds, is first cut down
-// by the bits in which the members differ, 11 at a time, until few are left or all are equal.
+// (thousands of equal scores, or scores that the map does not spread), and bin 0, which no list holds, is first cut
+// down by the bits in which the members differ, 8 at a time, until few are left or all are equal.
 //
-// Loops are not unrolled where little is looked at: a block runs each part of the code once, and what it has to fetch of
-// it takes longer than to run it.
+// Blocks store what they tell each other in the others' memory, and wait for all of it. None ends before.
 //
-// Blocks meet at two cluster barriers in the usual case. After the last one no block touches another's memory.
+// Code is kept short where little is looked at: a block runs each part of it once, and fetches it first.
 //
-// Compile-time: THREADS (128 .. 1024), CLUSTER (1 .. 16), BATCH (vectors of four scores that a thread looks at together:
-// 1, 2, 4 or 8), HELD (a warp has no more), LISTED (candidates of a warp), PAGES (entries of the page table that a
-// block's stretch may take), SHARED (bytes), BLOCKS (on a processor), PAGE (positions of a page), WRITE.
+// Compile-time: THREADS (128 .. 1024), CLUSTER (1 .. 16), BATCH (vectors of four scores that a thread looks at
+// together: 1, 2, 4 or 8), HELD (a warp has no more), LISTED (candidates of a warp), PAGES (entries of the page table
+// that a block's stretch may take), SHARED (bytes), BLOCKS (on a processor), PAGE (positions of a page), WRITE.
 
 #include "select_parts.cuh"
 #include "select_bins.cuh"

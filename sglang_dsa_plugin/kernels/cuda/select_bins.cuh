@@ -1,7 +1,7 @@
 // Parts of select.cu: which bin holds the k-th best, and few members of it for every block to rank.
 
-// By all threads, after a barrier behind the counts: those of this block to every block, and until all have come, for
-// the threads of the first warp at least. A launch without clusters has no stores to other blocks. round: of a row's exchanges; a block that is ahead stores the next counts beside those that others still look at.
+// By all threads, after a barrier behind the counts: those of this block to every block; the first warp then has all.
+// round: of a row's exchanges. A block that is ahead stores the next counts beside those that others still look at.
 __device__ __forceinline__ void exchange_counts(Shared& sh, int rank, int round) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     int(*to)[BINS] = round & 1 ? sh.spare : sh.received;
@@ -61,8 +61,8 @@ __device__ __forceinline__ void find_bin(Shared& sh, int round, int need, int ra
     }
 }
 
-// Scores to bins: from `origin`, which is bin 1, a straight line, cut off at the end. Rounding keeps its order. below: the
-// next score below the origin, -inf if there is none.
+// Scores to bins: from `origin`, where bin 1 begins, a straight line, cut off at the end. Rounding keeps its order.
+// below: the next score below the origin.
 struct Map {
     float origin, scale, below;
 };
@@ -134,8 +134,8 @@ __device__ __forceinline__ void key_range(Shared& sh, const Stretch& r, int rank
     high = __reduce_max_sync(ALL, lane < CLUSTER ? sh.ranges[lane].y : INT_MIN);
 }
 
-// Where a bin has more members than a list takes, or no warp has them in its list: cuts it down, puts what is known then
-// to sh.place, and makes the list. Or finds that all members are equal, to which sh.found[5] is set then, and makes none.
+// Where a bin has more members than a list takes, or is bin 0: cuts it down, puts what is known then to sh.place, and
+// makes the list. Or finds that all members are equal, to which sh.found[5] is set then, and makes none.
 __device__ __noinline__ void cut_down(Shared& sh, Stretch r, int rank, int want, Map map, Bin bin, Place place) {
     int least, most;
     key_range(sh, r, rank, map, bin, least, most);

@@ -47,8 +47,8 @@ struct Shared {
 static_assert(sizeof(Shared) <= SHARED, "more shared memory than the launch gives");
 static_assert(!HELD || LISTED == 4 * CHUNK, "where all scores are held, their list has room for all");
 
-// f(element, score) for this warp's `number` candidates, or, where there is no list (-1), for all its scores. The warp's
-// threads go together, in ascending position; a score that does not compete is NaN.
+// f(element, score) for this warp's `number` candidates, or, where there is no list (-1), for all its scores. The
+// warp's threads go together, in ascending position; a score that does not compete is NaN.
 template <class F>
 __device__ __forceinline__ void each(const Stretch& r, const Entry* candidates, int number, F f) {
     const int lane = threadIdx.x & 31, first = 4 * (r.vector - lane), end = number < 0 ? 128 * r.steps : number;

@@ -1,7 +1,7 @@
 // Parts of select.cu: the map that a sample of a row gives, and the k-th best among few members.
 
-// The number of the highest group of bins that `rank` of the sample's scores reach; 0 where that is not so for any. By a
-// warp that has their sums: of four groups each, from the highest down.
+// The highest of the sample's groups that `rank` of its scores reach, 0 where none is. By a warp: each thread has the
+// counts of four groups, from the highest down, and their sums.
 __device__ __forceinline__ int group_of(const int4& of, int upto, int rank) {
     const u32 votes = __ballot_sync(ALL, upto >= rank);
     const int who = __ffs(votes) - 1;
@@ -14,9 +14,8 @@ __device__ __forceinline__ int group_of(const int4& of, int upto, int rank) {
 }
 
 // By all threads. seen: the scores of a vector, another one for each thread. Each group of threads tells its best; the
-// lowest of those, which few scores but more than `want` lie above, and the highest give a first map. By that the sample
-// is counted, and its scores of two ranks bound the map: one that almost surely more than `want` scores reach, and one
-// that fewer do.
+// lowest of these and the highest give a first map, by which the sample is counted. Its scores of two ranks are the ends
+// of the map: one that almost surely more than `want` scores of the row reach, and one that fewer do.
 __device__ __forceinline__ Map map_of_sample(Shared& sh, const float4& seen, int vector, const Stretch& r, int want) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, rivals = r.end - r.first;
     const float sample[4] = {seen.x, seen.y, seen.z, seen.w};
@@ -24,13 +23,15 @@ __device__ __forceinline__ Map map_of_sample(Shared& sh, const float4& seen, int
 #pragma unroll
     for (int c = 0; c < 4; c++) {
         const int key = order_key(sample[c]);
-        if (key > -INF_KEY && key < INF_KEY && competes(r, 4 * vector + c)) best = max(best, key), worst = min(worst, key);
+        if (key > -INF_KEY && key < INF_KEY && competes(r, 4 * vector + c))
+            best = max(best, key), worst = min(worst, key);
     }
     int low = worst;
     if (2 * want <= rivals) {
         low = best;
 #pragma unroll 1
-        for (int o = 1; o < 32 && (o < 16 ? 4 : 8) * o * want <= rivals; o *= 2) low = max(low, __shfl_xor_sync(ALL, low, o));
+        for (int o = 1; o < 32 && (o < 16 ? 4 : 8) * o * want <= rivals; o *= 2)
+            low = max(low, __shfl_xor_sync(ALL, low, o));
         if (low == INT_MIN) low = INT_MAX;
     }
     low = __reduce_min_sync(ALL, low), best = __reduce_max_sync(ALL, best);
@@ -57,8 +58,8 @@ __device__ __forceinline__ Map map_of_sample(Shared& sh, const float4& seen, int
     return map_between(low, score_of(best), BINS);
 }
 
-// The k-th best, and of the picks where they are: how many of the members above it, and equal to it, lie in earlier
-// blocks, and how many that reach it in earlier warps of this one. same: members equal to it, of which `room` are picks.
+// The k-th best, `room` picks of the `same` members that equal it, and how many members lie before this warp: above it
+// and equal to it in earlier blocks, either of both in earlier warps of this block.
 struct Edge {
     int key, room, same;
     int next, equals, earlier;
@@ -85,7 +86,10 @@ __device__ __forceinline__ Edge rank_members(Shared& sh, const Place& place, int
 #pragma unroll 1
     for (int i = lane; i < place.members_before + sh.count; i += 32) {
         const int key = sh.list[i], own = i - place.members_before;
-        counts += own < 0 ? (key > edge.key) + ((key == edge.key) << 10) : (sh.warp_of[own] < warp && key >= edge.key) << 20;
+        if (own < 0)
+            counts += (key > edge.key) + ((key == edge.key) << 10);
+        else
+            counts += (sh.warp_of[own] < warp && key >= edge.key) << 20;
     }
     counts = __reduce_add_sync(ALL, counts);
     edge.next = counts & 0x3ff, edge.equals = counts >> 10 & 0x3ff, edge.earlier = counts >> 20;
