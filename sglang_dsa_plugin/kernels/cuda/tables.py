@@ -11,11 +11,11 @@ from sglang_dsa_plugin.support_row import CLUSTER_SMS, INDEX_MAX_K, MANY_ROWS, M
 # Where select.cu was measured faster than the Triton kernels; elsewhere it is taken by name.
 SELECT_MEASURED_SMS = frozenset({90})
 
-_MOST_PAGES = 4096  # PAGES of select_parts.cuh
 _BINS = 2048  # BINS of select_many_parts.cuh
 _MOST_COLUMNS = (1 << 20) + 1024
 _LONG = 32 * 1024  # columns from which on select_many.cu is taken for fewer rows, too
 _ROUND = 4 * 512  # scores that the smallest block looks at together
+_LARGE_KIB = 160  # of shared memory, from which on two blocks find room
 _SIXTEEN_SMS = frozenset({90, 100, 103})  # whose clusters may have 16 blocks
 
 
@@ -23,19 +23,36 @@ _SIXTEEN_SMS = frozenset({90, 100, 103})  # whose clusters may have 16 blocks
 class SelectShape:
     """One launch of select.cu.
 
-    threads: of a block. cluster: blocks that share a row, a power of two. held: vectors of four scores that a thread
-    keeps in registers; 0 reads them again. blocks: that share a processor.
+    threads: of a block. cluster: blocks that share a row, a power of two. batch: vectors of four scores that a thread
+    looks at together: 1, 2, 4 or 8. held: shared memory has room for all scores of a block. listed: candidates that a
+    warp has room for. blocks: that share a processor.
     """
 
     threads: int
     cluster: int
-    held: int
+    batch: int
+    held: bool
+    listed: int
     blocks: int
+
+    @property
+    def pages(self) -> int:
+        """Entries of the page table that a block has room for."""
+        return 1024 if self.batch == 8 else 4096
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a block: scores, candidates, bins, members of one, pages, and what is small."""
+        warps, counts = self.threads // 32, 4 * 256 * self.cluster  # 256: BINS of select_parts.cuh
+        scores = self.threads * 16 * self.batch
+        listed = max((2 if self.held else 8) * self.listed * warps, counts)
+        small = 4 * 256 + 4 * 128 + 8 * self.cluster + 24 * warps + 2 * 4 * 256 + 4 * self.pages + 128
+        return -(-(scores + listed + counts + small) // 128) * 128
 
     def serves(self, width: int, page_size: int) -> bool:
         """Whether a block's part of the page table fits its memory."""
         most_columns = 4 * self.threads * -(-(width + 6) // (4 * self.threads * self.cluster))
-        return most_columns // page_size + 2 <= _MOST_PAGES
+        return most_columns // page_size + 2 <= self.pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +114,7 @@ def select_shape(gpu: Gpu, rows: int, columns: int) -> SelectShape | None:
     """
     if gpu.kind != "cuda" or gpu.sm not in CLUSTER_SMS:
         return None
-    # Two blocks of 512 threads a processor. A row is split while each block has scores for all its threads; in two
-    # rounds of scores on 8 blocks 16 gain nothing.
+    # A row is split while each block has scores for all its threads; in two rounds of scores on 8 blocks 16 gain nothing.
     threads, cluster = 512, 1
     while (
         cluster < 16
@@ -109,8 +125,12 @@ def select_shape(gpu: Gpu, rows: int, columns: int) -> SelectShape | None:
     if cluster == 2 and 4 * threads * 4 < columns and 2 * rows <= gpu.processors:
         threads = 1024  # clusters of four would not all run at once: as many threads in clusters of two
     steps = -(-columns // (4 * threads * cluster))
-    held = 4 if steps <= 4 else 8 if steps <= 8 and threads == 512 else 0
-    return SelectShape(threads, cluster, held, 1024 // threads)
+    whole = next((batch for batch in (1, 2, 4, 8) if steps <= batch), 4)
+    for batch in (8, 4, 2, 1):
+        shape = SelectShape(threads, cluster, batch, steps <= batch, 128 * batch if steps <= batch else min(128 * batch, 256), _blocks(gpu, threads))
+        if batch <= whole and shape.shared_bytes <= _room(gpu, shape.blocks):
+            return shape
+    return None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -125,13 +145,12 @@ def many_shape(gpu: Gpu, columns: int, k: int) -> ManyShape | None:
     most = columns + 6  # a row begins anywhere in a group of four
     if gpu.kind != "cuda" or gpu.sm not in CLUSTER_SMS or most > _MOST_COLUMNS:
         return None
-    threads, large = 512, gpu.shared_kib >= 160
+    threads, large = 512, gpu.shared_kib >= _LARGE_KIB
     blocks, batch = 2 if large else 1, 8 if large and k <= 2048 else 4
     strata = 512 if columns <= 48 * 1024 else 1024
     chunks = next(n for n in (1088 // batch, 8448 // batch) if most <= n * 128 * batch)
     bare = ManyShape(threads, blocks, batch, strata, 0, chunks, strata > 512)
-    # A processor has 1 KiB more than a block may have, and keeps 1 KiB for each.
-    room = (gpu.shared_kib + 1) * 1024 // blocks - 1024 - bare.shared_bytes
+    room = _room(gpu, blocks) - bare.shared_bytes
     return dataclasses.replace(bare, listed=room // 8 // 32 * 32)
 
 
@@ -146,11 +165,23 @@ def select_shapes(gpu: Gpu, columns: int, k: int, page_size: int) -> tuple[Selec
     return tuple(dict.fromkeys(shape for shape in found if shape is not None))
 
 
+def _blocks(gpu: Gpu, threads: int) -> int:
+    """Blocks of select.cu that share a processor."""
+    return 1024 // threads if gpu.shared_kib >= _LARGE_KIB else 1
+
+
+def _room(gpu: Gpu, blocks: int) -> int:
+    """Bytes of shared memory for each of so many blocks: a processor has 1 KiB more than a block may have, and keeps
+    1 KiB for each.
+    """
+    return (gpu.shared_kib + 1) * 1024 // blocks - 1024
+
+
 def _run_at_once(gpu: Gpu, rows: int, cluster: int) -> bool:
     """Whether a cluster of `cluster` blocks of 512 threads a row all fit: a row that waits doubles the time. Clusters
     lie within a group of some 16 processors, so the larger they are, the more places stay empty.
     """
-    places = 2 * gpu.processors
+    places = _blocks(gpu, 512) * gpu.processors
     if cluster == 16:
         return gpu.sm in _SIXTEEN_SMS and 32 * rows <= gpu.processors
     return rows * cluster <= (places if cluster == 2 else places * 3 // 4)

@@ -17,16 +17,19 @@ def test_blocks_of_all_rows_run_at_once(gpu, columns):
     for rows in range(1, 256):
         shape = tables.select_shape(gpu, rows, columns)
         assert shape.threads * shape.blocks <= 1024 and shape.cluster <= (8 if gpu.sm == 120 else 16)
+        assert shape.shared_bytes <= gpu.shared_kib * 1024
+        assert shape.blocks * (shape.shared_bytes + 1024) <= (gpu.shared_kib + 1) * 1024
         assert shape.cluster == 1 or rows * shape.cluster <= gpu.processors * shape.blocks
         whole = 4 * shape.threads * shape.cluster
-        assert shape.held == 0 or shape.held * whole >= columns
+        assert shape.held == (shape.batch * whole >= columns) and shape.batch in (1, 2, 4, 8)
+        assert 64 <= shape.listed <= 128 * shape.batch
         assert shape.cluster == 1 or whole // 2 < columns
 
 
 def test_launches_that_were_measured():
     def of(rows, columns):
         shape = tables.select_shape(H200, rows, columns)
-        return shape.threads, shape.cluster, shape.held
+        return shape.threads, shape.cluster, shape.batch, shape.held
 
     assert [of(1, s) for s in (8192, 32768, 131072)] == [(512, 4, 4), (512, 8, 4), (512, 16, 4)]
     assert [of(16, s) for s in (8192, 32768, 131072)] == [(512, 4, 4), (512, 8, 4), (512, 8, 8)]
