@@ -198,6 +198,8 @@ def operator_choices(
             dtype=dtype if attends else index_key_dtype(dtype) if scores and dtype is not None else None,
             rows=rows,
             packages=packages,
+            # A decode step makes what its layers need for picks once.
+            planned=use == "index_select_paged",
         )
 
     def choose(use: str, rows: int) -> support.Choice:
@@ -212,17 +214,18 @@ def operator_choices(
         return replace(choice, reason=f"by {forced[use].flag}")
 
     def with_steps(use: str, rows: int) -> support.Choice:
-        return replace(choose(use, rows), steps=support.by_rows(lambda step: choose(use, step)))
+        unit = "rows a request" if use == INDEX_PREFILL else "rows"
+        return replace(choose(use, rows), steps=support.by_rows(lambda step: choose(use, step)), unit=unit)
 
     many = support.MANY_ROWS
-    # A decode step has one row a request, as selection counts them.
-    decode = {op: choose(op, 1) for op in DECODE_OPERATORS} | {"sparse_mla": with_steps("sparse_mla", 1)}
+    by_step = {op: with_steps(op, 1) for op in ("index_select_paged", "sparse_mla")}
+    decode = {op: choose(op, 1) for op in DECODE_OPERATORS} | by_step
     prefill = choose if forced.keys().isdisjoint(("sparse_mla", "sparse_mla_prefill")) else with_steps
     picks = with_steps(INDEX_PREFILL, many)
     return decode | {
         "sparse_mla_prefill": prefill("sparse_mla_prefill", many),
         "dense_mha": choose("dense_mha", many),
-        **({INDEX_PREFILL: picks} if picks.name != decode["index_select_paged"].name else {}),
+        **({INDEX_PREFILL: picks} if picks.words != decode["index_select_paged"].words else {}),
         **({"masked_mha": choose("masked_mha", many)} if device == "cpu" else {}),
     }
 

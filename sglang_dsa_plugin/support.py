@@ -58,13 +58,14 @@ _CUDA = "sglang_dsa_plugin.kernels.cuda"
 @dataclass(frozen=True)
 class Choice:
     """What was chosen, why, and what was passed over (name -> reason). steps: what is taken from which number of rows
-    on, of those who ask for it (`by_rows`) and where it is not the same for all.
+    on, of those who ask for it (`by_rows`) and where it is not the same for all. unit: what these count.
     """
 
     implementation: Implementation
     reason: str
     rejected: dict[str, str] = field(default_factory=dict)
     steps: tuple[tuple[int, Implementation], ...] = ()
+    unit: str = "rows"
 
     @property
     def name(self) -> str:
@@ -80,10 +81,9 @@ class Choice:
         """The name, or the names by rows: "triton, fa3 from 16 rows on, flash_mla from 256"."""
         if not self.steps:
             return self.name
-        rows = "rows a request" if self.implementation.operator == "index_select_paged" else "rows"
         (_, first), (least, second), *others = self.steps
         later = [f"{row.name} from {number}" for number, row in others]
-        return ", ".join([first.name, f"{second.name} from {least} {rows} on", *later])
+        return ", ".join([first.name, f"{second.name} from {least} {self.unit} on", *later])
 
 
 def _torch_row(operator: str, module: str, function: str) -> Implementation:
@@ -270,9 +270,10 @@ def choose(
     dtype: torch.dtype | None = None,
     rows: int | None = None,
     packages: str = "installed",
+    planned: bool = False,
 ) -> Choice:
     """Pick the implementation of `operator` for this device and these features (dtype: of q; rows: query rows;
-    packages: see Request).
+    packages, planned: see Request).
 
     `impl` forces a row by name. Raises ValueError when the operator is unknown, when a forced row does not exist or
     cannot run here (with its reason), or when no row can.
@@ -282,7 +283,7 @@ def choose(
     if kind == "cuda" and sm is None:
         sm = _device_sm(torch.device(device).index or 0)
     step = None if rows is None else max(s for s in ROW_STEPS if s <= rows)
-    asked = Request(kind, sm, layout, heads, k, dtype, step, packages)
+    asked = Request(kind, sm, layout, heads, k, dtype, step, packages, planned)
     # What was measured here says nothing about a machine with other packages.
     if impl is None and kind == "cuda" and packages == "installed":
         best = tuned.preferred(operator, sm, torch.device(device).index, layout, heads, step)

@@ -9,7 +9,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,7 +35,8 @@ class Request:
     """What is asked of an operator; None where it does not matter or is not known yet.
 
     rows: query rows, one of ROW_STEPS; of index_select_paged those of a request on average. packages: kernel packages
-    to reckon with: those "installed" here, "all" of them, or "none".
+    to reckon with: those "installed" here, "all" of them, or "none". planned: whether it is handed what it needs of a
+    step, made once for all layers (index_select_paged); rows are those of the step then.
     """
 
     device: str
@@ -46,6 +47,7 @@ class Request:
     dtype: torch.dtype | None = None
     rows: int | None = None
     packages: str = "installed"
+    planned: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ class Implementation:
     exact: whether its result is held to the operator's bound (docs/operators.md); a few of other packages cannot be.
     capturable: a CUDA graph may record it: it reads no values on the host, and its shapes follow from its arguments'.
     takes: optional arguments of the operator that it knows itself; the operator makes up for those that it does not.
+    plans: as target, what it makes once a step for all layers; None where there is nothing to make.
+    planned: where it is taken unasked by a step that makes it; None is as `first`.
     note: why the row exists or where it stops, shown by the doctor.
     """
 
@@ -124,6 +128,8 @@ class Implementation:
     exact: bool = True
     capturable: bool = False
     takes: frozenset[str] = frozenset()
+    plans: str | None = None
+    planned: Where | None = None
     note: str = ""
 
     @property
@@ -151,7 +157,12 @@ class Implementation:
         if self.dtypes is not None and asked.dtype is not None and asked.dtype not in self.dtypes:
             names = "/".join(sorted(str(d).removeprefix("torch.") for d in self.dtypes))
             return f"takes {names}, not {str(asked.dtype).removeprefix('torch.')}"
-        if not named and self.first is not None and (why := self.first.why_not(asked)) is not None:
+        first = self.first
+        if asked.planned and self.planned is not None:
+            first = self.planned
+        elif asked.planned:  # `first` counts the rows of a request, of which a step that is planned has one
+            asked = replace(asked, rows=0)
+        if not named and first is not None and (why := first.why_not(asked)) is not None:
             return why
         return next(filter(None, (_missing(package, asked.packages) for package in self.packages)), None)
 
@@ -177,7 +188,14 @@ class Implementation:
         """Import and return the callable; ImportError names the operator and implementation."""
         if callable(self.target):
             return self.target
-        found = _import_target(self.target, self.arguments)
+        return self._loaded(self.target)
+
+    def load_plan(self) -> Callable[..., Any] | None:
+        """The same of what it makes once a step."""
+        return None if self.plans is None else self._loaded(self.plans)
+
+    def _loaded(self, target: str) -> Callable[..., Any]:
+        found = _import_target(target, self.arguments)
         return on_its_device(found) if self.devices == {"cuda"} else found
 
 

@@ -149,6 +149,7 @@ def _index_rows() -> list[Implementation]:
             f"index_scores_{form}",
             "deep_gemm",
             f"deep_gemm:{form}",
+            takes=frozenset({"no_start"} if form == "ragged" else ()),
             note="DeepGEMM on fp8 keys, which computes 32 or 64 heads",
             **_DEEP_GEMM,
         )
@@ -159,6 +160,7 @@ def _index_rows() -> list[Implementation]:
             "index_select_ragged",
             "deep_gemm",
             "index_select:ragged",
+            takes=frozenset({"no_start"}),
             capturable=True,
             note="scores by DeepGEMM, selection ours",
             **_DEEP_GEMM,
@@ -198,6 +200,7 @@ def _index_rows() -> list[Implementation]:
                     arguments=(("scores", scores), ("selection", selection)),
                     exact=exact,
                     takes=frozenset({"slots_out"}),
+                    plans=f"{_VENDOR}.index_select:plan" if scores == "deep_gemm" else None,
                     capturable=True,
                     note=note,
                     **features,

@@ -157,7 +157,6 @@ class DsaIndexer(torch.nn.Module):
             return maybe_capture_indexer_topk(layer_id, self._same_on_all_ranks(picks))
         masked = step.decision.path == "masked"
         picked = return_indices or masked or get_global_indexer_capturer() is not None
-        decode = forward_batch.forward_mode.is_decode()
         picks = self._store_and_pick(
             step,
             forward_batch.out_cache_loc,
@@ -165,7 +164,7 @@ class DsaIndexer(torch.nn.Module):
             positions,
             layer_id,
             (lambda: (self.wq_b(q_lora)[0], self._head_weights(x))) if picked else None,
-            self._impl_decode if decode else self._impl_prefill,
+            forward_batch.forward_mode.is_decode(),
         )
         if picks is None:
             return None
@@ -208,7 +207,7 @@ class DsaIndexer(torch.nn.Module):
             positions[:rows],
             layer_id,
             (lambda: (query[:rows], weights[:rows])) if len(picks) else None,
-            self._impl_prefill,
+            decode=False,
         )
         if found is not None:
             picks[:rows].copy_(self._same_on_all_ranks(found))
@@ -222,10 +221,10 @@ class DsaIndexer(torch.nn.Module):
         positions: torch.Tensor,
         layer_id: int,
         project: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None,
-        impl: str | None,
+        decode: bool,
     ) -> torch.Tensor | None:
         """Store the projected keys [R,128] at `slots`; picks [R,k] where there is `project`, which gives the projected
-        queries [R,H*128] and the gate [R,H] if scores are needed. impl: of scores and selection, by name.
+        queries [R,H*128] and the gate [R,H] if scores are needed. decode: the step has one row a request.
         """
         pool = get_token_to_kv_pool()
         pages = pool.index_pages.buffer[layer_id - pool.start_layer]
@@ -243,10 +242,12 @@ class DsaIndexer(torch.nn.Module):
         else:
             self.token.store_keys(*keys, positions)
             query = self.token.queries(*project(), positions)
-        return self._select(query, step, pages, impl)
+        return self._select(query, step, pages, decode)
 
-    def _select(self, query: IndexQuery, step: StepMetadata, keys: torch.Tensor, impl: str | None) -> torch.Tensor:
-        """Picks by score; keys: index pages of the layer; impl: implementation by name."""
+    def _select(self, query: IndexQuery, step: StepMetadata, keys: torch.Tensor, decode: bool) -> torch.Tensor:
+        """Picks by score; keys: index pages of the layer; decode: the step has one row a request."""
+        impl = self._impl_decode if decode else self._impl_prefill
+        plan = step.index_plan(keys, self.index_topk, self.n_heads, impl) if decode and keys.is_cuda else None
         # On a GPU slots cost no launch of their own; they must be those of the picks that attention gets.
         slots = None
         if keys.is_cuda and not _picks_of_rank_0():
@@ -262,6 +263,7 @@ class DsaIndexer(torch.nn.Module):
             init_tokens=self.config.index_init_tokens,
             local_tokens=self.config.index_local_tokens,
             slots_out=slots,
+            plan=plan,
             impl=impl,
         )
         if slots is not None:

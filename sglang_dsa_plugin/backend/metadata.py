@@ -13,7 +13,7 @@ import torch
 
 from sglang_dsa_plugin.backend.dense_fallback import Decision
 from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
-from sglang_dsa_plugin.ops import select
+from sglang_dsa_plugin.ops import index_select, select
 
 
 @dataclass
@@ -36,6 +36,7 @@ class StepMetadata:
     _picks: torch.Tensor | None = field(default=None, repr=False)
     _slots: torch.Tensor | None = field(default=None, repr=False)
     _counts: torch.Tensor | None = field(default=None, repr=False)
+    _planned: tuple[index_select.Plan | None] | None = field(default=None, repr=False)
 
     @property
     def rows(self) -> int:
@@ -58,6 +59,15 @@ class StepMetadata:
         if self._counts is None:
             self._counts = self.lengths.clamp(max=k)
         return self._counts
+
+    def index_plan(self, pages: torch.Tensor, topk: int, heads: int, impl: str | None) -> index_select.Plan | None:
+        """What picks need of these rows besides queries and keys (`ops.index_select.plan`), made by the first layer
+        that asks. pages: index pages of any layer; the rest is the same for all.
+        """
+        if self._planned is None:
+            rows = self.lengths, self.page_table, self.row_to_request
+            self._planned = (index_select.plan(pages, *rows, topk, heads, impl=impl),)
+        return self._planned[0]
 
     def slots_of(self, picks: torch.Tensor, impl: str | None = None) -> torch.Tensor:
         """Token slots [R,k] of picked positions [R,k]; -1 stays.

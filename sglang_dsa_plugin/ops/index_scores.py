@@ -6,7 +6,8 @@ Column 0 is the first key of the row's window; columns past its end are -inf. `g
 128^-1/2 and H^-1/2: relu(a x) = a relu(x) for a > 0, so of the scales only the key's is left, applied after the sum.
 A NaN in q, in a key or in a gate makes the scores that use it NaN. Products and sums are in fp32.
 
-ragged: q [R, H, 128], k [S, 128]; the window of row r is keys start[r] .. end[r] - 1 (none when end <= start).
+ragged: q [R, H, 128], k [S, 128]; the window of row r is keys start[r] .. end[r] - 1 (none when end <= start). start
+        None says that every window begins at key 0, for which there are faster kernels.
 paged:  the keys of request b lie in pages page_table[b, 0], page_table[b, 1], ..., 64 to a page; the window of row r is
         the first lengths[r] keys of request row_to_request[r].
 dtypes: q and k both e4m3 with k_scale f32 [S] (paged: u8 pages [P, 8448]), or both float32, bfloat16 or float16 with
@@ -30,7 +31,7 @@ def ragged(
     k: torch.Tensor,
     k_scale: torch.Tensor | None,
     gate: torch.Tensor,
-    start: torch.Tensor,
+    start: torch.Tensor | None,
     end: torch.Tensor,
     width: int | None = None,
     *,
@@ -46,8 +47,8 @@ def ragged(
     check_ragged(op, q, k, k_scale, gate, start, end)
     check_width(op, width)
     features = {"heads": q.shape[1], "dtype": q.dtype, "rows": q.shape[0]}
-    run = support.resolve("index_scores_ragged", device=q.device, impl=impl, **features)
-    return run(q, k, k_scale, gate, start, end, width)
+    choice = support.choose("index_scores_ragged", device=q.device, impl=impl, **features)
+    return choice.implementation.load()(q, k, k_scale, gate, start_for(choice, start, end), end, width)
 
 
 def paged(
@@ -79,7 +80,7 @@ def check_ragged(
     k: torch.Tensor,
     k_scale: torch.Tensor | None,
     gate: torch.Tensor,
-    start: torch.Tensor,
+    start: torch.Tensor | None,
     end: torch.Tensor,
 ) -> None:
     """The argument rules of `ragged`, shared with index_select; ValueError names `op`."""
@@ -91,14 +92,20 @@ def check_ragged(
         _check.tensor(op, "k_scale", k_scale, (k.shape[0],), (torch.float32,), q.device, "q")
     elif k_scale is not None:
         _check.fail(op, "k_scale", f"None with {str(q.dtype).removeprefix('torch.')} keys", k_scale)
-    _check.index_tensor(op, "start", start, (q.shape[0],), q.device)
+    if start is not None:
+        _check.index_tensor(op, "start", start, (q.shape[0],), q.device)
     _check.index_tensor(op, "end", end, (q.shape[0],), q.device)
     if q.device.type == "cpu" and q.shape[0]:
-        low, high = int(start.min()), int(end.max())
+        low, high = 0 if start is None else int(start.min()), int(end.max())
         if low < 0:
             _check.fail(op, "start", "at least 0 everywhere", low)
         if high > k.shape[0]:
             _check.fail(op, "end", f"at most the {k.shape[0]} keys", high)
+
+
+def start_for(choice: support.Choice, start: torch.Tensor | None, end: torch.Tensor) -> torch.Tensor | None:
+    """`start` as the chosen implementation takes it: zeros instead of None where it does not know that."""
+    return torch.zeros_like(end) if start is None and "no_start" not in choice.implementation.takes else start
 
 
 def check_paged(
@@ -148,11 +155,12 @@ def reference_ragged(
     k: torch.Tensor,
     k_scale: torch.Tensor | None,
     gate: torch.Tensor,
-    start: torch.Tensor,
+    start: torch.Tensor | None,
     end: torch.Tensor,
     width: int | None = None,
 ) -> torch.Tensor:
     """The formula in fp64, one row at a time: float64 [R, width]."""
+    start = torch.zeros_like(end) if start is None else start
     if width is None:
         width = max([0, *(end - start).tolist()])
     scores = torch.full((q.shape[0], width), -torch.inf, dtype=torch.float64, device=q.device)

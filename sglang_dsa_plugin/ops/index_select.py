@@ -15,11 +15,23 @@ Source: as the two operators; why a budget and not a share of free memory: huggi
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
 from .. import support
-from ..cache.layouts import PAGE_SIZE
+from ..cache.layouts import FP8, PAGE_SIZE
 from . import _check, index_scores, select
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `paged` may be handed of a step (`plan`): for an implementation, what it made of the step's rows."""
+
+    implementation: str
+    made: Any
 
 
 def ragged(
@@ -27,7 +39,7 @@ def ragged(
     k: torch.Tensor,
     k_scale: torch.Tensor | None,
     gate: torch.Tensor,
-    start: torch.Tensor,
+    start: torch.Tensor | None,
     end: torch.Tensor,
     topk: int,
     offsets: torch.Tensor | None = None,
@@ -48,7 +60,9 @@ def ragged(
         _check.index_tensor(op, "offsets", offsets, (q.shape[0],), q.device)
     budget = _check_picks(op, topk, init_tokens, local_tokens, budget_bytes)
     features = {"heads": q.shape[1], "k": topk, "dtype": q.dtype, "rows": q.shape[0]}
-    run = support.resolve("index_select_ragged", device=q.device, impl=impl, **features)
+    choice = support.choose("index_select_ragged", device=q.device, impl=impl, **features)
+    start = index_scores.start_for(choice, start, end)
+    run = choice.implementation.load()
     return run(q, k, k_scale, gate, start, end, topk, init_tokens, local_tokens, budget, offsets)
 
 
@@ -67,11 +81,14 @@ def paged(
     budget_bytes: int | None = None,
     *,
     slots_out: torch.Tensor | None = None,
+    plan: Plan | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
     """Picks among each row's first lengths[r] keys: int32 [R, topk], positions or (slots=True) cache slots.
 
     slots_out: contiguous int32 [R, topk], where the slots go as well while positions are returned.
+    plan: of `plan` for the same rows, pages of as many keys, topk and budget; it saves time only. Without `impl` its
+    implementation is taken.
     Query and gate of a row not longer than topk may hold anything.
 
     Raises ValueError as `index_scores.paged` and `select.topk_slots` do, for a page_size other than the 64 tokens of an
@@ -82,9 +99,14 @@ def paged(
     if page_size != PAGE_SIZE:
         _check.fail(op, "page_size", f"{PAGE_SIZE}, the tokens of an index page", page_size)
     budget = _check_picks(op, topk, init_tokens, local_tokens, budget_bytes)
+    if plan is not None and impl not in (None, plan.implementation):
+        _check.fail(op, "plan", f"one for impl={impl!r}", plan.implementation)
+    impl = impl if plan is None else plan.implementation
     features = {"device": q.device, "impl": impl, "heads": q.shape[1], "k": topk, "dtype": q.dtype}
     features["rows"] = q.shape[0] // max(1, page_table.shape[0])
     run = support.resolve("index_select_paged", **features)
+    if plan is not None:
+        run = functools.partial(run, plan=plan.made)
     arguments = (q, pages, gate, lengths, page_table, row_to_request, topk, init_tokens, local_tokens, budget)
     if slots_out is None:
         return run(*arguments, slots)
@@ -96,6 +118,32 @@ def paged(
     picks = run(*arguments)
     select.positions_to_slots(picks, page_table, row_to_request, page_size, out=slots_out)
     return picks
+
+
+def plan(
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    page_table: torch.Tensor,
+    row_to_request: torch.Tensor,
+    topk: int,
+    heads: int,
+    budget_bytes: int | None = None,
+    *,
+    impl: str | None = None,
+) -> Plan | None:
+    """What `paged` may be handed, for every layer of a step with these rows; None where nothing is to be made once.
+
+    pages: of any layer. heads: of the indexer. Nothing is read on the host, so a CUDA graph may hold it.
+    Raises ValueError as `paged` does.
+    """
+    op = "index_select.plan"
+    budget = _check_picks(op, topk, 0, 0, budget_bytes)
+    dtype = FP8 if pages.dtype == torch.uint8 else pages.dtype
+    features = {"device": pages.device, "impl": impl, "heads": heads, "k": topk, "dtype": dtype}
+    choice = support.choose("index_select_paged", **features, rows=lengths.shape[0], planned=True)
+    make = choice.implementation.load_plan()
+    made = None if make is None else make(lengths, pages, page_table, row_to_request, topk, budget)
+    return None if made is None else Plan(choice.name, made)
 
 
 def _check_picks(op: str, topk: int, init_tokens: int, local_tokens: int, budget_bytes: int | None) -> int:
@@ -117,7 +165,7 @@ def reference_ragged(
     k: torch.Tensor,
     k_scale: torch.Tensor | None,
     gate: torch.Tensor,
-    start: torch.Tensor,
+    start: torch.Tensor | None,
     end: torch.Tensor,
     topk: int,
     offsets: torch.Tensor | None = None,
@@ -129,6 +177,7 @@ def reference_ragged(
     Scores of an implementation are rounded to f32, so near-equal scores may order differently there; give it data whose
     scores are exact in f32 to compare picks bit for bit.
     """
+    start = torch.zeros_like(end) if start is None else start
     scores = index_scores.reference_ragged(q, k, k_scale, gate, start, end)
     picks = select.reference(scores, (end - start).clamp(min=0), topk, None, init_tokens, local_tokens)
     if offsets is not None:

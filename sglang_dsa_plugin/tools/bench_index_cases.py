@@ -17,10 +17,12 @@ from sglang_dsa_plugin.tools.bench_rivals import Inputs
 
 
 def paged_inputs(maker: Maker, lengths: torch.Tensor, tokens: int, sizes: Sizes, width: int) -> Inputs:
-    """Index queries, gate, pages and table of one row a request; the table is `width` tokens wide."""
+    """Index queries, gate, pages and table of one row a request; the table is `width` tokens wide. plan: what selection
+    needs of the step, once for all layers, as the built-in's schedules are.
+    """
     batch = lengths.shape[0]
     table = maker.page_table(batch, tokens, width)
-    return Inputs(
+    inputs = Inputs(
         q=maker.normal(batch, sizes.index_heads, INDEX_DIM, dtype=FP8),
         gate=maker.normal(batch, sizes.index_heads, dtype=torch.float32),
         pages=maker.index_pages(batch * -(-tokens // PAGE_SIZE)),
@@ -29,6 +31,14 @@ def paged_inputs(maker: Maker, lengths: torch.Tensor, tokens: int, sizes: Sizes,
         owner=maker.rows_of_requests(batch),
         k_picks=sizes.k,
     )
+    rows = inputs.lengths, inputs.table, inputs.owner
+    inputs.plan = index_select.plan(inputs.pages, *rows, sizes.k, sizes.index_heads)
+    return inputs
+
+
+def planned(inputs: Inputs, impl: str | None) -> index_select.Plan | None:
+    """The plan of the support table's choice, which another one cannot use."""
+    return inputs.plan if impl is None else None
 
 
 def paged_scores(sizes: Sizes, tokens: int, batch: int, quick: bool = False) -> Case:
@@ -77,7 +87,7 @@ def ragged_scores(sizes: Sizes, tokens: int, quick: bool = False) -> Case:
         work,
         int(work.bytes),
         lambda maker: _ragged_inputs(maker, rows, tokens, sizes),
-        lambda i, impl: index_scores.ragged(i.q, i.k, i.k_scale, i.gate, i.start, i.end, tokens, impl=impl),
+        lambda i, impl: index_scores.ragged(i.q, i.k, i.k_scale, i.gate, None, i.end, tokens, impl=impl),
         rivals.RAGGED_SCORES,
         lambda i: index_scores.reference_ragged(i.q, i.k, i.k_scale, i.gate, i.start, i.end, tokens),
         quick=quick,
@@ -96,7 +106,7 @@ def ragged_select(sizes: Sizes, tokens: int, quick: bool = False) -> Case:
         work,
         4 * _pairs(rows, tokens),
         lambda maker: _ragged_inputs(maker, rows, tokens, sizes),
-        lambda i, impl: index_select.ragged(i.q, i.k, i.k_scale, i.gate, i.start, i.end, sizes.k, impl=impl),
+        lambda i, impl: index_select.ragged(i.q, i.k, i.k_scale, i.gate, None, i.end, sizes.k, impl=impl),
         rivals.RAGGED_SELECT,
         lambda i: index_select.reference_ragged(i.q, i.k, i.k_scale, i.gate, i.start, i.end, sizes.k),
         quick=quick,
@@ -119,7 +129,7 @@ def short_rows(sizes: Sizes, batch: int, quick: bool = False) -> Case:
         batch * sizes.k // PAGE_SIZE * INDEX_PAGE_BYTES,
         make,
         lambda i, impl: index_select.paged(
-            i.q, i.pages, i.gate, i.lengths, i.table, i.owner, sizes.k, slots=True, impl=impl
+            i.q, i.pages, i.gate, i.lengths, i.table, i.owner, sizes.k, slots=True, plan=planned(i, impl), impl=impl
         ),
         rivals.PAGED_SELECT,
         lambda i: index_select.reference_paged(i.q, i.pages, i.gate, i.lengths, i.table, i.owner, sizes.k, slots=True),

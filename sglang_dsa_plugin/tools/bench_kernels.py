@@ -108,6 +108,7 @@ def measure_all(chosen: list[Case], device: dict[str, Any], rounds: int) -> Iter
     from sglang_dsa_plugin.tools.bench_timing import GraphClock
 
     where, gpu = torch.device("cuda", torch.cuda.current_device()), bench_floors.gpu_of(device["name"])
+    as_in_a_server()
     for case in chosen:
         with torch.inference_mode():
             result = bench_run.measure(case, GraphClock(), where, rounds, l2_bytes=device["l2_bytes"], gpu=gpu)
@@ -118,6 +119,17 @@ def measure_all(chosen: list[Case], device: dict[str, Any], rounds: int) -> Iter
             except Exception as error:
                 message = f"{result.name} broke the CUDA context ({bench_run.in_words(error)}); measure the others "
                 raise LostDevice(message + "with --only") from error
+
+
+def as_in_a_server() -> None:
+    """Have DeepGEMM launch its kernels as programmatic dependents, both sides', as SGLang does in every worker
+    (SGLANG_DEEPGEMM_PDL).
+    """
+    with contextlib.suppress(ImportError, OSError):
+        import deep_gemm
+
+        if hasattr(deep_gemm, "set_pdl"):
+            deep_gemm.set_pdl(True)
 
 
 def require_gpu(command: str) -> None:

@@ -102,7 +102,7 @@ def _over_heads(device: str, sm: int | None, dtype: torch.dtype, layout: str, op
             found = plan.operator_choices(device, layout, sm, dtype, HEADS[0] if index else heads, packages, heads)
             # Prefill's picks are there where they are by another implementation.
             choice = found.get(operator) or found["index_select_paged"]
-            both.append(choice.words if operator == "sparse_mla" else choice.name)
+            both.append(choice.words if operator in ("sparse_mla", "index_select_paged") else choice.name)
         return " / ".join(dict.fromkeys(both))
 
     groups: dict[str, list[int]] = {}

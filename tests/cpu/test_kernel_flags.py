@@ -162,7 +162,7 @@ FLAGS = ("prefill", "decode", "picker", "logits")
         ({"topk": "sgl-kernel", "logits": "auto"}, "triton", "deep_gemm"),
         ({"topk": "torch"}, "torch_topk", None),
         ({"topk": "flashinfer"}, "flashinfer", None),
-        ({"logits": "deepgemm"}, "deep_gemm", None),
+        ({"logits": "deepgemm"}, "deep_gemm", "deep_gemm"),
         ({"logits": "deepgemm", "topk": "flashinfer"}, "deep_gemm_flashinfer", "flashinfer"),
         ({"logits": "deepgemm", "topk": "torch"}, "deep_gemm_torch_topk", "torch_topk"),
     ],

@@ -53,6 +53,27 @@ def test_deep_gemm_scores_prefill_where_it_was_measured():
     assert chosen("index_scores_paged") == "triton"
 
 
+def test_a_step_that_is_planned_has_a_choice_of_its_own(monkeypatch):
+    """By the rows of the step; a row without one goes by one row a request."""
+
+    def row(name, **features):
+        return support.Implementation("index_select_paged", name, f"{name}:run", frozenset({"cuda"}), **features)
+
+    many, some = support.Where(min_rows=256), support.Where(min_rows=16, below_rows=64)
+    table = [row("both", first=many, plans="both:plan", planned=some), row("first", first=many), row("last")]
+    monkeypatch.setattr(support, "_ROWS", table)
+    support._choose.cache_clear()
+
+    def chosen(rows, planned):
+        return support.choose("index_select_paged", device="cuda", sm=90, rows=rows, planned=planned).name
+
+    try:
+        assert [chosen(rows, True) for rows in (1, 16, 63, 64, 1000)] == ["last", "both", "both", "last", "last"]
+        assert [chosen(rows, False) for rows in (1, 16, 256)] == ["last", "last", "both"]
+    finally:
+        support._choose.cache_clear()
+
+
 @pytest.mark.parametrize("operator", ["topk", "topk_slots", "topk_ragged"])
 def test_rows_are_selected_in_cuda_where_it_was_measured(operator):
     def choice(**other: object) -> support.Choice:

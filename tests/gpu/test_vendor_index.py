@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sglang_dsa_plugin.cache.layouts import FP8
+from sglang_dsa_plugin.kernels.vendor import deep_gemm, deep_gemm_plan
 from sglang_dsa_plugin.ops import index_scores, index_select, select
 from tests.cpu.ops import indexer_inputs
 from tests.gpu import selection_checks
@@ -149,6 +150,65 @@ def test_long_prefill_as_ours_within_the_budget(rows, keys, requests):
     more = torch.cuda.max_memory_allocated() - before
     assert torch.equal(got, want)
     assert more <= budget + got.nbytes + (4 << 20), f"{more >> 20} MiB"
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64, 130])
+def test_memory_of_scores_is_what_is_counted(rows):
+    """Of every form; DeepGEMM rounds columns up, and rows of keys in one piece."""
+    skip_unless_here("index_select_paged", "deep_gemm", heads=64, k=64, dtype=FP8)
+    made, _, (q, pages, gate, lengths, table, owner) = paged_problem(rows, 64, 1984, indexer_inputs.exact)
+    k, scale = made.k.cuda()[:1900], made.k_scale.cuda()[:1900]
+    window = deep_gemm.windows(torch.zeros_like(lengths), lengths.clamp(max=1900), 1900)
+    whole = -(-rows // deep_gemm.ROW_ALIGN) * deep_gemm.ROW_ALIGN
+    for width, row_bytes in ((None, deep_gemm.key_row_bytes(1900)), (1900, deep_gemm.score_row_bytes(1900))):
+        found = deep_gemm.ragged_scores(q, k, scale, gate, *window, width)
+        assert found.shape == (rows, 1900) and found.untyped_storage().nbytes() == whole * row_bytes
+    plan = deep_gemm_plan.make(lengths, table, owner, len(pages), 1984, 0)
+    found = deep_gemm.paged_scores(q, pages, gate, plan, 0)
+    assert found.shape == (rows, 1984) and found.untyped_storage().nbytes() == rows * deep_gemm.page_row_bytes(1984)
+    assert 4 * found.stride(0) == deep_gemm.page_row_bytes(1984)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 64, 257])
+@pytest.mark.parametrize("per_request", [1, 3])
+def test_a_plan_in_a_cuda_graph_follows_its_rows(rows, per_request):
+    """Made and used by two layers in one graph, whose batch then grows, shrinks, pads and loses its long rows. Scores
+    are exact, so that picks are ours bit for bit.
+    """
+    skip_unless_here("index_select_paged", "deep_gemm", heads=64, k=256, dtype=FP8)
+    _, _, (q, pages, gate, lengths, _, _) = paged_problem(rows, 64, 4096, indexer_inputs.exact)
+    requests = -(-rows // per_request)
+    g = torch.Generator().manual_seed(rows)
+    table = torch.stack([torch.randperm(len(pages), generator=g)[:64] for _ in range(requests)]).int().cuda()
+    owner = (torch.arange(rows, device="cuda") // per_request).int()
+    layers = (pages, pages.flip(0).contiguous())
+    slots = torch.empty(2, rows, 256, dtype=torch.int32, device="cuda")
+
+    def step(impl, out):
+        plan = index_select.plan(pages, lengths, table, owner, 256, 64, impl=impl)
+        assert (plan is None) == (impl == "triton")
+        for layer, beside in zip(layers, out):
+            index_select.paged(
+                q, layer, gate, lengths, table, owner, 256, local_tokens=3, slots_out=beside, plan=plan, impl=impl
+            )
+
+    for _ in range(2):
+        step("deep_gemm", slots)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step("deep_gemm", slots)
+    everything = torch.full_like(lengths, 4096)
+    mixed = torch.randint(0, 4097, (rows,), generator=g).int().cuda()
+    padded = mixed * (torch.arange(rows, device="cuda") < -(-rows // 2))
+    one = torch.zeros_like(lengths)
+    one[-1] = 4095
+    for given in (everything, mixed, padded, mixed % 257, one, torch.zeros_like(lengths), lengths.clone(), everything):
+        lengths.copy_(given)
+        graph.replay()
+        want = torch.empty_like(slots)
+        step("triton", want)
+        assert torch.equal(slots, want)
 
 
 def test_prefill_is_by_deep_gemm_unasked():

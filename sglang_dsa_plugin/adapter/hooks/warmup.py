@@ -35,10 +35,10 @@ NAME = "sglang_dsa_plugin"
 NEW_TOKENS = (1, 2, 4, 5, 9, 16, 33, 64, 100, 150, 256, 500, 1024)
 # Requests at once with two new tokens each; one more than a power of two holds, since the first may run alone.
 TOGETHER = (4, 7, 13)
-# Requests at once and new tokens of each: many rows in all, but too few a request for DeepGEMM, which scores the long
-# prompt where it is taken (support_vendor.MEASURED) and whose own kernel compiles with that. Again the first may run
-# alone.
-CROWDS = ((4, 130), (9, 200))
+# Requests at once and new tokens of each: many rows in all, but too few a request for DeepGEMM, and enough for it.
+# Where it is taken (support_vendor.MEASURED) it scores the long prompt, too, but by another kernel of its own. Again
+# the first may run alone.
+CROWDS = ((4, 130), (9, 200), (3, 300))
 PREFIXES = ((1, NEW_TOKENS), (2, (1, 16, 33, 64, 150)), (4, (1, 33, 64, 256, 500)))
 # Left free below the longest prompt that SGLang takes: the tokens of the answer, and its own reserve.
 _ROOM = 16

@@ -114,7 +114,7 @@ def select_shape(gpu: Gpu, rows: int, columns: int) -> SelectShape | None:
     """
     if gpu.kind != "cuda" or gpu.sm not in CLUSTER_SMS:
         return None
-    # A row is split while each block has scores for all its threads; in two rounds of scores on 8 blocks 16 gain nothing.
+    # A row is split while each block has scores for all its threads; 16 blocks gain nothing over 8 of two rounds each.
     threads, cluster = 512, 1
     while (
         cluster < 16
@@ -127,7 +127,14 @@ def select_shape(gpu: Gpu, rows: int, columns: int) -> SelectShape | None:
     steps = -(-columns // (4 * threads * cluster))
     whole = next((batch for batch in (1, 2, 4, 8) if steps <= batch), 4)
     for batch in (8, 4, 2, 1):
-        shape = SelectShape(threads, cluster, batch, steps <= batch, 128 * batch if steps <= batch else min(128 * batch, 256), _blocks(gpu, threads))
+        shape = SelectShape(
+            threads,
+            cluster,
+            batch,
+            steps <= batch,
+            128 * batch if steps <= batch else min(128 * batch, 256),
+            _blocks(gpu, threads),
+        )
         if batch <= whole and shape.shared_bytes <= _room(gpu, shape.blocks):
             return shape
     return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from sglang_dsa_plugin.cache.layouts import FP8, PAGE_SIZE
@@ -10,7 +12,6 @@ from . import index_tables, pdl
 from .index_scores_kernels import fill_kernel, keys_kernel, rows_kernel
 
 _ROW_ALIGN = 32  # columns: rows of scores begin on 128 bytes, and selection may read whole groups
-_FILL_COLUMNS = 2048
 
 
 def ragged(
@@ -49,8 +50,8 @@ def paged(
         covered = page_table.shape[1] * PAGE_SIZE
         width = covered if capturing(q.device) or not len(q) else max(0, int(lengths.max()))
     scores = new_scores(q.shape[0], width, q.device)
-    score_paged(scores, q, pages, gate, lengths, page_table, row_to_request)
-    return fill_past(scores, lengths)
+    score_paged(scores, q, pages, gate, lengths, page_table, row_to_request, fill=True)
+    return scores
 
 
 def new_scores(rows: int, width: int, device: torch.device) -> torch.Tensor:
@@ -88,15 +89,19 @@ def score_paged(
     skip: int = 0,
     requests: int | None = None,
     tickets: torch.Tensor | None = None,
+    fill: bool = False,
 ) -> None:
     """Write the scores of rows longer than `skip`; other columns are left as they are. Reads nothing on the host.
 
     requests: how many requests the rows are of, where it is not the whole page table (only speed depends on it).
     tickets: int32 [R] that is to be 0 afterwards (for the selection), which costs nothing while scoring.
+    fill: write -inf past each row's keys, or past none where it is not longer than `skip`.
     """
     if not scores.numel() or not pages.shape[0] or not page_table.shape[1]:
         if tickets is not None:
             tickets.zero_()
+        if fill:
+            scores.fill_(-math.inf)
         return
     scale = gate
     if pages.dtype == torch.uint8:
@@ -112,6 +117,8 @@ def score_paged(
         _walk_rows(
             scores, q, k, scale, gate, row_to_request, lengths, page_table, k.stride(0), 0, skip, kind, True, requests
         )
+        if fill:
+            fill_past(scores, lengths)
         return
     rows, heads, _ = q.shape
     keys_kernel[(tiles.programs,)](
@@ -138,6 +145,7 @@ def score_paged(
         ROWS=index_tables.power_of_two(rows),
         KIND=kind,
         STAGES=tiles.stages,
+        FILL=fill,
         num_warps=tiles.warps,
         **pdl.arguments(gpu),
     )
@@ -209,9 +217,10 @@ def fill_past(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 def _fill(scores: torch.Tensor, first: torch.Tensor, last: torch.Tensor, paged: bool) -> None:
     rows, width = scores.shape
     if scores.numel():
-        grid = (rows, -(-width // _FILL_COLUMNS))
+        gpu = index_tables.gpu_of(scores.device)
+        grid = (rows, index_tables.fill_programs(gpu, rows, width))
         fill_kernel[grid](
-            first, last, scores, scores.stride(0), rows, width, PAGED=paged, COLUMNS=_FILL_COLUMNS, num_warps=4
+            first, last, scores, scores.stride(0), rows, width, PAGED=paged, num_warps=4, **pdl.arguments(gpu)
         )
 
 

@@ -25,6 +25,7 @@ NEVER = tl.constexpr(2**31 - 1)
 # at once 25.3 / 26.6 / 35.3, as here 24.9 / 26.1 / 32.8; 16 rows 47.2 / 63.1 / 125.8 and 45.3 / 59.2 / 121.8.
 FEW_ROWS = tl.constexpr(STREAM_FEW_ROWS)
 SELECTED_BY_FEW_BLOCKS = tl.constexpr(4)
+FILLED = tl.constexpr(1024)  # columns that are filled at a time
 
 
 @triton.jit
@@ -162,6 +163,23 @@ def rows_kernel(
                 tl.store(where, part, mask=(n[:, None] < size) & (lane == 0)[None, :])
 
 
+@triton.jit
+def fill_rows(out, out_stride, size, row, rows, width):
+    """-inf in the columns from size [ROWS] on of every row; their blocks, in a line, are shared out to the programs."""
+    if tl.min(tl.where(row < rows, size, width), 0) < width:
+        blocks = tl.where(row < rows, (width + FILLED - 1) // FILLED - size // FILLED, 0)
+        done = tl.cumsum(blocks, 0)
+        total = tl.max(done, 0)
+        item = tl.program_id(0)
+        while item < total:
+            r = tl.sum((done <= item).to(tl.int32), 0)
+            length = tl.sum(tl.where(row == r, size, 0), 0)
+            begun = tl.sum(tl.where(row == r, done - blocks, 0), 0)
+            n = (length // FILLED + item - begun) * FILLED + tl.arange(0, FILLED)
+            tl.store(out + r.to(tl.int64) * out_stride + n, float("-inf"), mask=(n >= length) & (n < width))
+            item += tl.num_programs(0)
+
+
 @triton.jit(do_not_specialize=["table_stride", "rows"])
 def keys_kernel(
     q,
@@ -186,12 +204,14 @@ def keys_kernel(
     ROWS: tl.constexpr,
     KIND: tl.constexpr,
     STAGES: tl.constexpr,
+    FILL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Rows in bundles of G; the tiles of all bundles, in a line, are shared out evenly. rows <= ROWS, a power of two.
 
     The rows of a bundle share one read of the keys when they are of one request; else each gets its own.
-    tickets int32 [rows] become 0, for a selection that follows.
+    tickets int32 [rows] become 0, for a selection that follows. FILL: columns past a row's length become -inf, shared
+    out likewise.
     """
     wait_for_earlier(PDL)
     # Of few rows the blocks of a selection, waiting, take more from these than their start is worth.
@@ -201,6 +221,8 @@ def keys_kernel(
     bundle = row // G * G
     request, size = window_of(row, rows, requests, lengths, skip, True)
     size = tl.minimum(size, width)
+    if FILL:
+        fill_rows(out, out_stride, size, row, rows, width)
     if tl.max(size, 0) == 0:
         let_next_start(PDL)
         return
@@ -247,11 +269,13 @@ def keys_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def fill_kernel(first, last, out, out_stride, rows, width, PAGED: tl.constexpr, COLUMNS: tl.constexpr):
-    """-inf in the columns outside each row's window."""
+def fill_kernel(first, last, out, out_stride, rows, width, PAGED: tl.constexpr, PDL: tl.constexpr):
+    """-inf in the columns outside each row's window, programs of a row taking turns."""
+    wait_for_earlier(PDL)
     row = tl.program_id(0)
     _, length = window_of(row, rows, first, last, 0, PAGED)
-    column = tl.program_id(1) * COLUMNS
-    if column + COLUMNS > length:
-        n = column + tl.arange(0, COLUMNS)
+    column = (length // FILLED + tl.program_id(1)) * FILLED
+    while column < width:
+        n = column + tl.arange(0, FILLED)
         tl.store(out + row.to(tl.int64) * out_stride + n, float("-inf"), mask=(n >= length) & (n < width))
+        column += FILLED * tl.num_programs(1)

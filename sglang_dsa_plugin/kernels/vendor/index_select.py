@@ -21,7 +21,8 @@ from sglang_dsa_plugin.cache.layouts import FP8, INDEX_DIM, PAGE_SIZE
 from sglang_dsa_plugin.kernels.torch_impl.select import add_offsets, identity
 from sglang_dsa_plugin.support_row import MANY_ROWS
 
-from . import deep_gemm, topk
+from . import deep_gemm, deep_gemm_plan, topk
+from .deep_gemm_plan import Plan
 
 _COPIES = 4  # of the scores of a group that are alive while another package selects from them
 _KEY_BYTES = INDEX_DIM + 4
@@ -33,7 +34,7 @@ def ragged(
     k: torch.Tensor,
     k_scale: torch.Tensor,
     gate: torch.Tensor,
-    start: torch.Tensor,
+    start: torch.Tensor | None,
     end: torch.Tensor,
     k_picks: int,
     init_tokens: int,
@@ -44,19 +45,21 @@ def ragged(
     """`ops.index_select.ragged` for e4m3 q and k, scores by DeepGEMM: positions int32 [R, k_picks], plus `offsets`. A
     budget too small for the scores of one row is served by Triton.
     """
-    lengths, width = (end - start).clamp(min=0).to(torch.int32), k.shape[0]
+    width = k.shape[0]
+    lengths = (end if start is None else end - start).clamp(min=0).to(torch.int32)
     if width <= k_picks:
         picks = identity(lengths, k_picks)
         return picks if offsets is None else add_offsets(picks, offsets)
-    group = _group(q, width, k_picks, budget_bytes)
+    group = _group(q, width, k_picks, deep_gemm.key_row_bytes(width), budget_bytes)
     if not group:
         from sglang_dsa_plugin.kernels.triton import index_select
 
+        start = torch.zeros_like(end) if start is None else start
         return index_select.ragged(
             q, k, k_scale, gate, start, end, k_picks, init_tokens, local_tokens, budget_bytes, offsets
         )
     forced = (init_tokens, local_tokens)
-    return _by_windows(q, k, k_scale, gate, start, lengths, width, k_picks, forced, group, offsets=offsets)
+    return _by_windows(q, k, k_scale, gate, start, lengths, None, k_picks, forced, group, offsets=offsets)
 
 
 def paged(
@@ -73,11 +76,12 @@ def paged(
     slots: bool = False,
     slots_out: torch.Tensor | None = None,
     *,
+    plan: Plan | None = None,
     scores: str,
     selection: str,
 ) -> torch.Tensor:
-    """Picks int32 [R, k]: positions, or slots; or positions, and slots to `slots_out`. scores: deep_gemm or triton.
-    selection: triton, or a name of topk.py.
+    """Picks int32 [R, k]: positions, or slots; or positions, and slots to `slots_out`. plan: of `plan` here. scores:
+    deep_gemm or triton. selection: triton, or a name of topk.py.
 
     Raises ValueError where `budget_bytes` does not hold the scores of one row.
     """
@@ -93,20 +97,20 @@ def paged(
     forced = (init_tokens, local_tokens)
     if (scores, selection) == ("deep_gemm", "triton") and rows >= MANY_ROWS * page_table.shape[0]:
         return _gathered(q, pages, gate, lengths, page_table, row_to_request, k, forced, budget_bytes, slots, slots_out)
-    a_row = 4 * width * (1 if selection == "triton" else _COPIES)
-    if budget_bytes < a_row:
-        raise ValueError(
-            f"index_select.paged: budget_bytes must be at least {a_row} for rows of {width} keys with scores by "
-            f"{scores} and selection by {selection}, got {budget_bytes}; set SGLANG_DSA_PLUGIN_SCORES_MB to "
-            f"{-(-a_row // 2**20)} or more"
-        )
+    step = _rows_of_a_group(rows, width, budget_bytes, scores, selection)
+    if scores == "deep_gemm":
+        step = min(step, deep_gemm_plan.rows_a_call(q.device))
+        if plan is None or plan.group != step:
+            plan = deep_gemm_plan.make(lengths, page_table, row_to_request, len(pages), width, k, step)
     picks = torch.empty((rows, k), dtype=torch.int32, device=q.device)
-    step = budget_bytes // a_row
-    for top in range(0, rows, step):
+    for number, top in enumerate(range(0, rows, step)):
         part = slice(top, top + step)
         sizes, owners = lengths[part], row_to_request[part]
         beside = None if slots_out is None else slots_out[part]
-        found = _scores(scores, q[part], pages, gate[part], sizes, page_table, owners, width)
+        if scores == "deep_gemm":
+            found = deep_gemm.paged_scores(q[part], pages, gate[part], plan, number)
+        else:
+            found = _by_triton(q[part], pages, gate[part], sizes, page_table, owners, width)
         if selection == "triton":
             where = (page_table, owners, PAGE_SIZE) if slots or beside is not None else None
             cuda_select.fastest_rows(found, sizes, k, None, *forced, slots=where, out=picks[part], slots_out=beside)
@@ -117,6 +121,41 @@ def paged(
             picks[part] = select.positions_to_slots(chosen, page_table, owners, PAGE_SIZE) if slots else chosen
         del found  # or it would still be there while the next group's are made
     return picks
+
+
+def plan(
+    lengths: torch.Tensor,
+    pages: torch.Tensor,
+    page_table: torch.Tensor,
+    row_to_request: torch.Tensor,
+    k: int,
+    budget_bytes: int,
+    *,
+    scores: str,
+    selection: str,
+) -> Plan | None:
+    """What `paged` needs of a step besides queries and keys, for all of its layers; None where it needs nothing."""
+    rows, width = lengths.shape[0], page_table.shape[1] * PAGE_SIZE
+    gathers = (scores, selection) == ("deep_gemm", "triton") and rows >= MANY_ROWS * page_table.shape[0]
+    if scores != "deep_gemm" or gathers or width <= k or not rows or not len(pages):
+        return None
+    step = min(
+        _rows_of_a_group(rows, width, budget_bytes, scores, selection), deep_gemm_plan.rows_a_call(lengths.device)
+    )
+    return deep_gemm_plan.make(lengths, page_table, row_to_request, len(pages), width, k, step)
+
+
+def _rows_of_a_group(rows: int, width: int, budget_bytes: int, scores: str, selection: str) -> int:
+    """Rows whose scores fit the budget, whole processors' worth not being asked for: a row is split."""
+    a_row = deep_gemm.page_row_bytes(width) if scores == "deep_gemm" else 4 * width
+    a_row *= 1 if selection == "triton" else _COPIES
+    if budget_bytes < a_row:
+        raise ValueError(
+            f"index_select.paged: budget_bytes must be at least {a_row} for rows of {width} keys with scores by "
+            f"{scores} and selection by {selection}, got {budget_bytes}; set SGLANG_DSA_PLUGIN_SCORES_MB to "
+            f"{-(-a_row // 2**20)} or more"
+        )
+    return max(1, min(rows, budget_bytes // a_row))
 
 
 def _gathered(
@@ -136,16 +175,20 @@ def _gathered(
     requests, covered = page_table.shape
     width = covered * PAGE_SIZE
     key_bytes = requests * width * _KEY_BYTES
-    group = _group(q, width, k, budget_bytes - key_bytes) if 2 * key_bytes <= budget_bytes and len(pages) else 0
+    # The keys of a single request are numbered as its positions are.
+    row_bytes = deep_gemm.key_row_bytes(width) if requests == 1 else deep_gemm.score_row_bytes(width)
+    fits = 2 * key_bytes <= budget_bytes and len(pages) > 0
+    group = _group(q, width, k, row_bytes, budget_bytes - key_bytes) if fits else 0
     if not group:
         from sglang_dsa_plugin.kernels.triton import index_select
 
         return index_select.paged(
             q, pages, gate, lengths, page_table, row_to_request, k, *forced, budget_bytes, slots, slots_out
         )
-    start = row_to_request * width
+    start, columns = (None, None) if requests == 1 else (row_to_request * width, width)
     where = (page_table, row_to_request) if slots or slots_out is not None else None
-    return _by_windows(q, *_keys_of(pages, page_table), gate, start, lengths, width, k, forced, group, where, slots_out)
+    keys = _keys_of(pages, page_table)
+    return _by_windows(q, *keys, gate, start, lengths, columns, k, forced, group, where, slots_out)
 
 
 def _keys_of(pages: torch.Tensor, page_table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,9 +207,9 @@ def _by_windows(
     keys: torch.Tensor,
     scales: torch.Tensor,
     gate: torch.Tensor,
-    start: torch.Tensor,
+    start: torch.Tensor | None,
     lengths: torch.Tensor,
-    width: int,
+    width: int | None,
     k: int,
     forced: tuple[int, int],
     group: int,
@@ -174,15 +217,17 @@ def _by_windows(
     slots_out: torch.Tensor | None = None,
     offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Picks int32 [R, k] among the lengths[r] keys from start[r] on, `group` rows at a time. table: (page_table,
+    """Picks int32 [R, k] among the lengths[r] keys from start[r] on (None: from the first), `group` rows at a time.
+    width: columns of scores, which count from a row's first key; None where they are the keys. table: (page_table,
     row_to_request), for slots instead of positions, or to `slots_out` beside them.
     """
     from sglang_dsa_plugin.kernels.cuda import select as cuda_select
 
     picks = torch.empty((q.shape[0], k), dtype=torch.int32, device=q.device)
     # A row that keeps every key is scored as if it had one, which is the least that DeepGEMM takes.
-    scored = torch.where(lengths > k, lengths, 1).clamp(max=width)
-    first, last = deep_gemm.windows(start, scored, keys.shape[0])
+    scored = torch.where(lengths > k, lengths, 1).clamp(max=len(keys) if width is None else width)
+    first, last = deep_gemm.windows(torch.zeros_like(lengths) if start is None else start, scored, len(keys))
+    starts = first if width is None and start is not None else None
     for top in range(0, q.shape[0], group):
         part = slice(top, top + group)
         found = deep_gemm.ragged_scores(q[part], keys, scales, gate[part], first[part], last[part], width)
@@ -190,7 +235,7 @@ def _by_windows(
             found,
             lengths[part],
             k,
-            None,
+            None if starts is None else starts[part],
             *forced,
             slots=None if table is None else (table[0], table[1][part], PAGE_SIZE),
             offsets=None if offsets is None else offsets[part],
@@ -201,26 +246,26 @@ def _by_windows(
     return picks
 
 
-def _group(q: torch.Tensor, width: int, k: int, bytes_left: int) -> int:
-    """Rows whose scores and selection fit `bytes_left`, 0 where not even one does: as many as occupy all processors a
-    whole number of times, if there are that many, since one row's keys are never shared out.
+def _group(q: torch.Tensor, width: int, k: int, row_bytes: int, bytes_left: int) -> int:
+    """Rows whose scores, `row_bytes` a row, and selection fit `bytes_left`, 0 where not even the fewest do: as many as
+    occupy all processors a whole number of times, if there are that many, since one row's keys are never shared out.
     """
     from sglang_dsa_plugin.kernels.cuda import select as cuda_select
     from sglang_dsa_plugin.kernels.triton import index_tables
 
     rows, heads, _ = q.shape
+    units = (deep_gemm.rows_at_once(heads), _ALIGNED_ROWS, deep_gemm.ROW_ALIGN)
 
     def whole(most: int) -> int:
-        unit = next((unit for unit in (deep_gemm.rows_at_once(heads), _ALIGNED_ROWS) if most >= unit), 1)
-        return most - most % unit
+        return next((most - most % unit for unit in units if most >= unit), 0)
 
-    gpu, row_bytes = index_tables.gpu_of(q.device), deep_gemm.score_row_bytes(width)
+    gpu = index_tables.gpu_of(q.device)
     in_cuda = cuda_select.preferred(q.device, rows, width, k, PAGE_SIZE)
-    return index_tables.rows_in_budget(gpu, rows, width, k, row_bytes, bytes_left, whole, in_cuda)
+    made = -(-rows // deep_gemm.ROW_ALIGN) * deep_gemm.ROW_ALIGN
+    return min(rows, index_tables.rows_in_budget(gpu, made, width, k, row_bytes, bytes_left, whole, in_cuda))
 
 
-def _scores(
-    by: str,
+def _by_triton(
     q: torch.Tensor,
     pages: torch.Tensor,
     gate: torch.Tensor,
@@ -230,8 +275,6 @@ def _scores(
     width: int,
 ) -> torch.Tensor:
     """f32 [R, width] whose columns past a row's length hold anything."""
-    if by == "deep_gemm":
-        return deep_gemm.paged_scores(q, pages, gate, lengths, page_table, row_to_request, width)
     from sglang_dsa_plugin.kernels.triton import index_scores
 
     found = index_scores.new_scores(q.shape[0], width, q.device)

@@ -29,8 +29,13 @@ def layer(monkeypatch):
     pool = SimpleNamespace(index_pages=SimpleNamespace(buffer=[None, pages]), start_layer=3)
     asked = {}
 
-    def paged(*given, slots_out=None, **_):
+    def plan(*given, impl):
+        asked.setdefault("plans", []).append((*given, impl))
+        return "plan"
+
+    def paged(*given, slots_out=None, plan, impl, **_):
         asked["paged"] = given
+        asked["by"] = plan, impl
         if slots_out is not None:
             slots_out.fill_(9)
         return torch.arange(K, dtype=torch.int32).repeat(2, 1)
@@ -40,6 +45,7 @@ def layer(monkeypatch):
         return IndexQuery("q", "gate")
 
     monkeypatch.setattr(indexer.index_select, "paged", paged)
+    monkeypatch.setattr(indexer.index_select, "plan", plan)
     monkeypatch.setattr(indexer, "get_token_to_kv_pool", lambda: pool)
     monkeypatch.setattr(indexer, "get_attn_backend", lambda: SimpleNamespace(get_indexer_metadata=lambda *_: step))
     monkeypatch.setattr(indexer, "get_global_indexer_capturer", lambda: None)
@@ -51,9 +57,10 @@ def layer(monkeypatch):
         # Nothing else, so that another call of it would fail.
         token=SimpleNamespace(keys_and_queries=keys_and_queries),
         index_topk=K,
+        n_heads=32,
         config=SimpleNamespace(index_init_tokens=0, index_local_tokens=0),
-        _impl_decode=None,
-        _impl_prefill=None,
+        _impl_decode="by decode",
+        _impl_prefill="by prefill",
         _same_on_all_ranks=lambda picks: picks,
     )
     for name in ("_select", "_store_and_pick", "_in_graph"):
@@ -156,3 +163,22 @@ def test_a_prefill_graph_without_picks_stores_the_keys(in_graph):
     run, _, given = in_graph
     assert run(return_indices=False) is None
     assert len(given["store"][0]) == REAL and "paged" not in given
+
+
+def test_layers_of_a_decode_step_share_a_plan(layer, monkeypatch):
+    run, asked, step = layer
+    monkeypatch.setattr(indexer, "_picks_of_rank_0", lambda: False)
+    for _ in range(2):
+        run()
+        assert asked["by"] == ("plan", "by decode")
+    ((pages, *rows, k, heads, impl),) = asked["plans"]
+    assert pages.is_cuda and all(a is b for a, b in zip(rows, (step.lengths, step.page_table, step.row_to_request)))
+    assert (k, heads, impl) == (K, 32, "by decode")
+
+
+def test_a_prefill_makes_no_plan(layer, monkeypatch):
+    run, asked, _ = layer
+    monkeypatch.setattr(indexer, "_picks_of_rank_0", lambda: False)
+    run.args[4].forward_mode.is_decode = lambda: False
+    run()
+    assert asked["by"] == (None, "by prefill") and "plans" not in asked

@@ -92,11 +92,6 @@ class Loaded:
         return {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}[cluster]
 
 
-def scores_of_deep_gemm(q, kv, weights, ks, ke, clean_logits, max_seqlen_k):
-    """Its result's shape; its own kernel is one for all shapes."""
-    return weights.new_empty(len(q), -(-max_seqlen_k // 256) * 256)[:, :max_seqlen_k]
-
-
 @pytest.fixture
 def seen(monkeypatch):
     """The set that the recorders fill, with the tables of an H200."""
@@ -110,7 +105,14 @@ def seen(monkeypatch):
         return Loaded()
 
     monkeypatch.setattr(program, "kernel", kernel)
-    package = types.SimpleNamespace(fp8_mqa_logits=scores_of_deep_gemm, get_num_sms=lambda: H200.processors)
+
+    def scores(q, kv, weights, ks, ke, clean_logits, max_seqlen_k=0):
+        # One kernel for all shapes where a column is a key, another one where it counts from a row's first key.
+        found.add(("fp8_mqa_logits", max_seqlen_k > 0))
+        columns = max_seqlen_k or len(kv[0]) + 256
+        return weights.new_empty(len(q), -(-columns // 256) * 256)[:, : max_seqlen_k or len(kv[0])]
+
+    package = types.SimpleNamespace(fp8_mqa_logits=scores, get_num_sms=lambda: H200.processors)
     monkeypatch.setitem(sys.modules, "deep_gemm", package)
     return found
 

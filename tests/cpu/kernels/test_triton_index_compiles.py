@@ -114,11 +114,11 @@ def test_scores_of_few_rows(name):
     for kind, heads, requests in ((quantised, 64, 64), (quantised, 32, 16), (plain, 64, 32)):
         tiles = index_tables.stream_tiles(gpu_of(name), kind, heads, 64, requests)
         constants = {"H": heads, "HP": heads, "G": tiles.bundle, "BN": tiles.keys, "ROWS": 64, "KIND": kind}
-        constants |= {"STAGES": tiles.stages}
+        constants |= {"STAGES": tiles.stages, "FILL": heads == 32}
         compiled(index_scores_kernels.keys_kernel, name, constants, tiles.warps, **score_types(kind))
 
 
 @pytest.mark.parametrize("name", SHARED)
 def test_small_kernels(name):
-    compiled(index_scores_kernels.fill_kernel, name, {"PAGED": True, "COLUMNS": 2048}, 4, out="*fp32")
+    compiled(index_scores_kernels.fill_kernel, name, {"PAGED": True}, 4, out="*fp32")
     compiled(select._slots_kernel, name, {"PAGE": 64, "BLOCK": 1024}, 4)

@@ -367,8 +367,9 @@ else:
         start = torch.tensor([0, 5, 200, 300, 0, 10, 10, 299, 0], dtype=torch.int32)
         end = torch.tensor([300, 5, 263, 300, 1, 9, 200, 300, 150], dtype=torch.int32)
         for width in (None, 64, 350):
-            got = deep_gemm.ragged(q, k, scale, gate, start, end, width)
-            assert torch.equal(got, index_scores.reference_ragged(q, k, scale, gate, start, end, width).float())
+            for begin in (start, None):
+                got = deep_gemm.ragged(q, k, scale, gate, begin, end, width)
+                assert torch.equal(got, index_scores.reference_ragged(q, k, scale, gate, begin, end, width).float())
 
     @pytest.mark.parametrize(
         ("heads", "capability", "most"), [(8, (9, 0), 2048), (64, (10, 0), vendor_fakes.PROCESSORS)]
@@ -409,7 +410,7 @@ else:
 
     @pytest.mark.parametrize("slots", [False, True])
     @pytest.mark.parametrize(("scores", "selection"), [("deep_gemm", "triton"), ("triton", "torch_topk")])
-    @pytest.mark.parametrize("budget", [1 << 20, 4 * 4 * 320])
+    @pytest.mark.parametrize("budget", [1 << 20, 4 * 4 * 512])
     def test_scores_of_one_package_and_selection_of_another(monkeypatch, scores, selection, slots, budget):
         vendor_fakes.install(monkeypatch, vendor_fakes.deep_gemm(2048))
         _, (q, pages, gate, lengths, table, owner) = index_problem(32)
@@ -467,6 +468,60 @@ else:
         assert torch.equal(got, slots if form == "slots" else want)
         assert beside is None or torch.equal(beside, slots)
         assert gathers == [(40, 320)], "as wide as the longest request"
+        gathers.clear()
+        alone = q, pages, gate, lengths, table[:1], owner * 0
+        got = vendor_select.paged(*alone, 64, *forced, 1 << 20, scores="deep_gemm", selection="triton")
+        want = index_select.reference_paged(*alone[:4], valid[:1], owner * 0, 64, False, *forced)
+        assert torch.equal(got, want) and gathers == [(40, 320)]
+
+    # Plans
+
+    @pytest.mark.parametrize("budget", [1 << 20, 4 * 4 * 512])
+    def test_a_plan_serves_every_layer(monkeypatch, budget):
+        """Its schedules are made once; a layer differs from the next in queries, gates and pages."""
+        plans, calls = [], []
+        vendor_fakes.install(monkeypatch, vendor_fakes.deep_gemm(2048, calls, plans))
+        by = {"scores": "deep_gemm", "selection": "triton"}
+        _, (q, pages, gate, lengths, table, owner) = index_problem(32)
+        table = table.clone()
+        table[1, -(-int(lengths[owner == 1].max()) // 64) :] = 10**6  # past the longest row's keys
+        made = vendor_select.plan(lengths, pages, table, owner, 64, budget, **by)
+        groups = -(-9 // (budget // 2048)) if budget < 9 * 2048 else 1
+        assert len(plans) == groups and made.table.shape == (9, 5)
+        for layer in (pages, pages.flip(0)):
+            got = vendor_select.paged(q, layer, gate, lengths, table, owner, 64, 2, 3, budget, plan=made, **by)
+            want = index_select.reference_paged(
+                q, layer, gate, lengths, table.clamp(max=len(pages) - 1), owner, 64, False, 2, 3
+            )
+            assert torch.equal(got, want)
+        assert len(plans) == groups and len(calls) == 2 * groups
+        # One made for another budget has other groups, and is not used.
+        vendor_select.paged(q, pages, gate, lengths, table, owner, 64, 2, 3, 3 * 2048, plan=made, **by)
+        assert len(plans) == groups + 3
+
+    def test_rows_that_keep_every_key_are_nobodys_share(monkeypatch):
+        """Sizes are at least one key; where no row is longer than k nothing is scored, and queries hold anything."""
+        plans, calls = [], []
+        vendor_fakes.install(monkeypatch, vendor_fakes.deep_gemm(2048, calls, plans))
+        by = {"scores": "deep_gemm", "selection": "triton"}
+        _, (q, pages, gate, lengths, table, owner) = index_problem(32)
+        made = vendor_select.plan(lengths, pages, table, owner, 100, 1 << 20, **by)
+        assert torch.equal(plans[0][:, 0], torch.where(lengths > 100, lengths, 1)) and made.schedules[0].any()
+        short = lengths.clamp(max=100)
+        made = vendor_select.plan(short, pages, torch.full_like(table, -1), owner, 100, 1 << 20, **by)
+        assert (made.sizes == 1).all() and (made.table[:, 0] == 0).all() and not made.schedules[0].any()
+        got = vendor_select.paged(q, pages, gate, short, table, owner, 100, 0, 0, 1 << 20, plan=made, **by)
+        place = torch.arange(100, dtype=torch.int32)
+        assert torch.equal(got, torch.where(place < short.unsqueeze(1), place, -1)) and len(calls) == 1
+
+    def test_nothing_to_plan(gathers):
+        _, pages, _, lengths, table, owner = prefill_problem()
+        by = {"scores": "deep_gemm", "selection": "triton"}
+        assert vendor_select.plan(lengths, pages, table, owner, 64, 1 << 20, **by) is None, "keys are gathered"
+        assert vendor_select.plan(lengths, pages, table, owner, 320, 1 << 20, **by) is None, "no row is longer"
+        of_triton = {"scores": "triton", "selection": "torch_topk"}
+        assert vendor_select.plan(lengths, pages, table, owner, 64, 1 << 20, **of_triton) is None
+        assert vendor_select.plan(lengths[:0], pages, table[:0], owner[:0], 64, 1 << 20, **by) is None
 
     @pytest.mark.parametrize("missing", [0, 1])
     def test_scores_and_gathered_keys_share_the_budget(monkeypatch, gathers, missing):
@@ -480,13 +535,22 @@ else:
         else:
             assert found.shape == (40, 64) and not asked and gathers
 
-    @pytest.mark.parametrize(("room", "group"), [(63, 40), (40, 40), (39, 32), (17, 16), (11, 11), (1, 1), (0, 0)])
+    @pytest.mark.parametrize(("room", "group"), [(63, 40), (40, 40), (39, 32), (17, 16), (11, 8), (4, 4), (3, 0)])
     def test_groups_occupy_every_processor(gathers, room, group):
-        """A processor takes 4 rows of 32 heads, and there are 4 of them; a row of 320 columns takes 512."""
+        """A processor takes 4 rows of 32 heads, and there are 4 of them; DeepGEMM rounds rows up to 4."""
         q = torch.empty(40, 32, 128)
-        assert vendor_select._group(q, 320, 64, room * 2048) == group
-        assert vendor_select._group(q, 320, 64, room * 2048 + 2047) == group
-        assert vendor_select._group(q, 320, 64, -1) == 0
+        assert vendor_select._group(q, 320, 64, 2048, room * 2048) == group
+        assert vendor_select._group(q, 320, 64, 2048, room * 2048 + 2047) == group
+        assert vendor_select._group(q, 320, 64, 2048, -1) == 0
+        assert vendor_select._group(q[:39], 320, 64, 2048, room * 2048) == min(group, 39 if room >= 40 else 32)
+
+    def test_row_bytes_are_those_of_the_scores(monkeypatch):
+        vendor_fakes.install(monkeypatch, vendor_fakes.deep_gemm(2048))
+        (q, k, scale, gate), _ = index_problem(64)
+        first, last = deep_gemm.windows(torch.zeros(9), torch.full((9,), 300), 300)
+        for width, row in ((None, deep_gemm.key_row_bytes(300)), (300, deep_gemm.score_row_bytes(300))):
+            found = deep_gemm.ragged_scores(q, k, scale, gate, first, last, width)
+            assert found.untyped_storage().nbytes() == 12 * row
 
     def test_ragged_in_groups(monkeypatch, gathers):
         (_, k, scale, _), _ = index_problem(32, count=320)
@@ -495,11 +559,14 @@ else:
         end = (start + lengths - 4).clamp(max=320)
         offsets = torch.arange(40) * 1000
         arguments = (q, k, scale, gate, start, end, 64, 2, 3)
-        got = vendor_select.ragged(*arguments, 17 * 2048, offsets)
+        row = 4 * (320 + 256)  # a column a key, and room for as many as are scored together
+        got = vendor_select.ragged(*arguments, 17 * row, offsets)
         want = index_select.reference_ragged(*arguments[:7], offsets, 2, 3)
         assert torch.equal(got, want) and gathers == [(16, 320), (16, 320), (8, 320)]
+        whole = (q, k, scale, gate, None, lengths, 64, 2, 3)
+        assert torch.equal(vendor_select.ragged(*whole, 1 << 20), index_select.reference_ragged(*whole[:7], None, 2, 3))
         monkeypatch.setattr(triton_select, "ragged", lambda *given: given[6:])
-        assert vendor_select.ragged(*arguments, 2047, offsets) == (64, 2, 3, 2047, offsets)
+        assert vendor_select.ragged(*arguments, 4 * row - 1, offsets) == (64, 2, 3, 4 * row - 1, offsets)
 
     def test_short_rows_alone_are_never_scored(gathers):
         arguments = prefill_problem()
@@ -515,5 +582,5 @@ else:
 
     def test_a_budget_below_one_row_is_refused():
         _, arguments = index_problem(32)
-        with pytest.raises(ValueError, match=r"at least 1280 .* set SGLANG_DSA_PLUGIN_SCORES_MB to 1 or more"):
+        with pytest.raises(ValueError, match=r"at least 2048 .* set SGLANG_DSA_PLUGIN_SCORES_MB to 1 or more"):
             vendor_select.paged(*arguments, 64, 0, 0, 1000, scores="deep_gemm", selection="triton")

@@ -156,38 +156,58 @@ def flashinfer():
     return {"flashinfer": package, "flashinfer.decode": attention}
 
 
-def deep_gemm(most_rows, calls=None):
-    """most_rows: rows a paged call takes. calls: collects rows and columns of the calls over keys in one piece."""
+def deep_gemm(most_rows, calls=None, plans=None):
+    """most_rows: rows a paged call takes. calls: collects rows and columns of calls. plans: collects the lengths that
+    schedules are made of.
+    """
     calls = [] if calls is None else calls
+    plans = [] if plans is None else plans
 
     def junk(*shape):
         return torch.full(shape, math.nan)
 
-    def mqa(q, kv, weights, ks, ke, clean_logits, max_seqlen_k):
+    def mqa(q, kv, weights, ks, ke, clean_logits, max_seqlen_k=0):
         k, scale = kv
+        rows, keys = len(q), len(k)
         assert q.dtype == k.dtype == FP8 and q.shape[1] in (32, 64) and q.is_contiguous() and weights.is_contiguous()
         assert ks.dtype == ke.dtype == torch.int32 and not clean_logits
-        assert (ke > ks).all() and (ks >= 0).all() and (ke <= len(k)).all() and (ke - ks <= max_seqlen_k).all()
-        want = index_scores.reference_ragged(q, k, scale, weights, ks, ke, max_seqlen_k).float()
-        inside = torch.arange(max_seqlen_k) < (ke - ks).unsqueeze(1)
-        calls.append((len(q), max_seqlen_k))
-        found = junk(len(q), -(-max_seqlen_k // 256) * 256)[:, :max_seqlen_k]
+        assert (ke > ks).all() and (ks >= 0).all() and (ke <= keys).all()
+        calls.append((rows, max_seqlen_k or keys))
+        if max_seqlen_k:
+            assert (ke - ks <= max_seqlen_k).all()
+            want = index_scores.reference_ragged(q, k, scale, weights, ks, ke, max_seqlen_k).float()
+            inside = torch.arange(max_seqlen_k) < (ke - ks).unsqueeze(1)
+            found = junk(-(-rows // 4) * 4, -(-max_seqlen_k // 256) * 256)[:rows, :max_seqlen_k]
+            return found.copy_(torch.where(inside, want, found))
+        # A column a key; neighbours' windows are written over one another's junk, here by other junk.
+        want = index_scores.reference_ragged(q, k, scale, weights, ks * 0, ks * 0 + keys).float()
+        place = torch.arange(keys)
+        inside = (place >= ks.unsqueeze(1)) & (place < ke.unsqueeze(1))
+        found = junk(-(-rows // 4) * 4, -(-(keys + 256) // 8) * 8)[:rows, :keys]
         return found.copy_(torch.where(inside, want, found))
 
     def metadata(lengths, page, processors):
         assert lengths.dtype == torch.int32 and lengths.shape[1] == 1 and (lengths >= 1).all() and page == 64
-        return lengths.clone()
+        assert len(lengths) <= most_rows and processors == PROCESSORS
+        plans.append(lengths.clone())
+        return torch.cat((lengths.flatten(), torch.ones(2, dtype=torch.int32)))
 
     def paged(q, cache, weights, lengths, table, schedule, longest, clean_logits):
         rows, one, heads, _ = q.shape
-        assert one == 1 and heads in (32, 64) and rows <= most_rows and torch.equal(schedule, lengths)
+        assert one == 1 and heads in (32, 64) and rows <= most_rows
         assert cache.shape[1:] == (64, 1, 132) and table.dtype == torch.int32 and table.shape[0] == rows
-        assert ((table >= 0) & (table < len(cache))).all() and (lengths <= longest).all() and not clean_logits
-        own = torch.arange(rows)
+        assert (lengths <= longest).all() and longest == 64 * table.shape[1] and not clean_logits
+        read = torch.arange(table.shape[1]) < -(-lengths // 64)
+        assert ((table >= 0) & (table < len(cache)))[read].all()
+        found = junk(rows, -(-longest // 256) * 256)[:, :longest]
+        calls.append((rows, longest))
+        if not schedule.any():  # no share for any processor
+            return found
+        assert torch.equal(schedule[:-2], lengths.flatten())
         want = index_scores.reference_paged(
-            q[:, 0], cache.reshape(len(cache), -1), weights, lengths[:, 0], table, own, longest
+            q[:, 0], cache.reshape(len(cache), -1), weights, lengths[:, 0], table, torch.arange(rows), longest
         ).float()
-        return torch.where(torch.arange(longest) < lengths, want, junk(rows, longest))
+        return found.copy_(torch.where(torch.arange(longest) < lengths, want, found))
 
     module = types.ModuleType("deep_gemm")
     module.fp8_mqa_logits, module.fp8_paged_mqa_logits = mqa, paged

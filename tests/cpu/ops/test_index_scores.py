@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sglang_dsa_plugin.cache.layouts import FP8
 from sglang_dsa_plugin.kernels.torch_impl import index_scores as torch_scores
 from sglang_dsa_plugin.kernels.torch_impl import matmul
-from sglang_dsa_plugin.ops import index_scores
+from sglang_dsa_plugin.ops import index_scores, index_select
 
 from .indexer_inputs import DTYPES, generator, normal
 
@@ -264,6 +264,18 @@ def _ragged(**change):
     good = {"q": inputs.q, "k": inputs.k, "k_scale": inputs.k_scale, "gate": inputs.gate}
     good |= {"start": torch.zeros(4, dtype=torch.int32), "end": torch.full((4,), 64, dtype=torch.int32)}
     return index_scores.ragged(**{**good, **change})
+
+
+def test_without_a_start_windows_begin_at_the_first_key():
+    end = torch.tensor([0, 1, 40, 64], dtype=torch.int32)
+    got = _ragged(start=None, end=end)
+    assert torch.equal(got, _ragged(end=end)) and torch.equal(got == -torch.inf, torch.arange(64) >= end.unsqueeze(1))
+    inputs = normal(4, 2, 64, torch.float32)
+    args = (inputs.q, inputs.k, inputs.k_scale, inputs.gate, None, end)
+    assert torch.allclose(got.double(), index_scores.reference_ragged(*args), atol=1e-4)
+    picks = index_select.ragged(*args, 8)
+    assert torch.equal(picks, index_select.ragged(*args[:4], torch.zeros_like(end), end, 8))
+    assert torch.equal(picks, index_select.reference_ragged(*args, 8))
 
 
 @pytest.mark.parametrize(

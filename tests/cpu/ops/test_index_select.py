@@ -1,9 +1,12 @@
 """ops.index_select: equal to selecting from all scores, and within its budget."""
 
+import sys
+import types
+
 import pytest
 import torch
 
-from sglang_dsa_plugin import settings
+from sglang_dsa_plugin import settings, support
 from sglang_dsa_plugin.cache.layouts import FP8
 from sglang_dsa_plugin.kernels.torch_impl import index_scores as torch_scores
 from sglang_dsa_plugin.kernels.torch_impl import index_select as torch_select
@@ -180,6 +183,53 @@ def test_no_rows_and_no_keys():
     assert (index_select.paged(inputs.q, inputs.pages, inputs.gate, none, table, none, 5, True) == -1).all()
     empty = index_select.paged(inputs.q[:0], inputs.pages, inputs.gate[:0], none[:0], table, none[:0], 5, True)
     assert empty.shape == (0, 5) and empty.dtype == torch.int32
+
+
+def plan_problem():
+    inputs = normal(2, 4, 128)
+    rows = torch.tensor([128, 3]), torch.tensor([[0, 1]]), torch.zeros(2, dtype=torch.int32)
+    return (inputs.q, inputs.pages, inputs.gate), rows
+
+
+def test_what_has_nothing_to_make_once_plans_nothing():
+    (_, pages, _), rows = plan_problem()
+    assert index_select.plan(pages, *rows, 5, 4) is None
+    assert index_select.plan(pages, *rows, 5, 4, impl="torch") is None
+    with pytest.raises(ValueError, match=r"index_select\.plan: budget_bytes must be"):
+        index_select.plan(pages, *rows, 5, 4, 10)
+
+
+def test_a_plan_is_made_by_its_implementation_and_handed_back_to_it(monkeypatch):
+    """By the table's choice for the step's rows, with the budget of the settings."""
+    (q, pages, gate), rows = plan_problem()
+    module = types.ModuleType("planned_kernels")
+
+    def make(lengths, pages, page_table, row_to_request, topk, budget):
+        assert all(a is b for a, b in zip((lengths, page_table, row_to_request), rows)) and pages is pages
+        return topk, budget
+
+    def run(*given, plan=None):
+        runs.append((given[6], given[9], plan))
+        return torch.full((2, given[6]), 7, dtype=torch.int32)
+
+    module.make, module.run, runs = make, run, []
+    monkeypatch.setitem(sys.modules, "planned_kernels", module)
+    few = support.Where(min_rows=256)
+    target = {"plans": "planned_kernels:make", "planned": support.Where(), "first": few}
+    row = support.Implementation("index_select_paged", "planner", "planned_kernels:run", **target)
+    monkeypatch.setattr(support, "_ROWS", [row, *support.rows()])
+    support._choose.cache_clear()
+    try:
+        made = index_select.plan(pages, *rows, 5, 4, 10**6)
+        assert made == index_select.Plan("planner", (5, 10**6))
+        call = (q, pages, gate, *rows, 5)
+        assert (index_select.paged(*call, budget_bytes=10**6, plan=made) == 7).all()
+        assert runs == [(5, 10**6, (5, 10**6))]
+        assert (index_select.paged(*call) != 7).any(), "without a plan its rows a request are too few"
+        with pytest.raises(ValueError, match=r"index_select\.paged: plan must be one for impl='torch'"):
+            index_select.paged(*call, plan=made, impl="torch")
+    finally:
+        support._choose.cache_clear()
 
 
 @pytest.mark.parametrize(
