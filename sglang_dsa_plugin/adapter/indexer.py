@@ -147,7 +147,7 @@ class DsaIndexer(torch.nn.Module):
             raise TypeError(
                 "DsaIndexer: the hidden state came quantised as a tuple, which only ROCm's fused norms produce"
             )
-        if is_in_breakable_cuda_graph():
+        if is_in_breakable_cuda_graph() and not forward_batch.forward_mode.is_decode():
             return self._in_graph(x, q_lora, positions, layer_id, return_indices)
         step = get_attn_backend().get_indexer_metadata(layer_id, forward_batch)
         if step is None:

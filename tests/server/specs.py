@@ -12,6 +12,8 @@ MODELS = {"v32": V32, "yarn": YARN, "glm": GLM}
 
 # With it SGLang's own sparse attention raises when it is called, in every process (probe/sitecustomize.py).
 PROBE = str(Path(__file__).parent / "probe")
+# With it every prefill runs as between the segments of a CUDA graph.
+GRAPH_PROBE = str(Path(__file__).parent / "graph_probe")
 F32 = ("--dtype", "float32")
 CHUNKED = ("--chunked-prefill-size", "128")
 RETRACT = (("SGLANG_TEST_RETRACT", "1"),)
@@ -27,6 +29,7 @@ FORMS = {
     "tp2": (TP2, ()),
     "pp2": (("--pp-size", "2"), ()),
     "masked": ((), (("SGLANG_DSA_PLUGIN_MASKED_PREFILL", "on"),)),
+    "graph": ((), (("PYTHONPATH", GRAPH_PROBE),)),
 }
 
 

@@ -132,8 +132,8 @@ def _captured_phases(server_args: Any, serving: plan.ServingPlan) -> Any:
     """SGLang's CUDA graph settings with what of them is served.
 
     Decode is captured where every operator runs without a look at values on the host. Prefill may use SGLang's
-    breakable graphs, whose segments hold everything but the indexer and attention; unless the user says how many
-    tokens, up to GRAPH_TOKENS. A float32 model has operators in torch that no graph can hold.
+    breakable graphs, whose segments hold everything but the indexer and attention; those of GRAPH_SIZES unless the user
+    names others. A float32 model has operators in torch that no graph can hold.
 
     Raises plan.Refusal where the user asks for prefill graphs of another kind.
     """
@@ -143,22 +143,25 @@ def _captured_phases(server_args: Any, serving: plan.ServingPlan) -> Any:
     graphs = config.cuda_graph_config
     if not serving.capturable:
         graphs = with_phase(graphs, Phase.DECODE, backend=Backend.DISABLED)
-    float32 = model_config_of(server_args).dtype == torch.float32
-    if config.pp_size > 1 and graphs.prefill.backend != Backend.DISABLED:
-        logger.warning("prefill runs outside CUDA graphs: they are not served with --pp-size %d yet", config.pp_size)
-        graphs = with_phase(graphs, Phase.PREFILL, backend=Backend.DISABLED)
-    if not torch.cuda.is_available() or float32 or graphs.prefill.backend == Backend.DISABLED:
+    given, why_not = server_args._cuda_graph_config_locked, None
+    if config.pp_size > 1:
+        why_not = f"they are not served with --pp-size {config.pp_size} yet"
+    elif model_config_of(server_args).dtype == torch.float32:
+        why_not = "a float32 model runs operators that none can hold"
+    if why_not and (Phase.PREFILL, "backend") in given and graphs.prefill.backend != Backend.DISABLED:
+        logger.warning("prefill runs outside CUDA graphs: %s", why_not)
+    if not torch.cuda.is_available() or why_not or graphs.prefill.backend == Backend.DISABLED:
         return with_phase(graphs, Phase.PREFILL, backend=Backend.DISABLED)
     if graphs.prefill.backend != Backend.BREAKABLE:
         raise plan.Refusal(
             f"--cuda-graph-backend-prefill {graphs.prefill.backend} is not served for DSA models by sglang-dsa-plugin: "
             "picks are chosen between the segments of a prefill graph; use breakable or disabled"
         )
-    given = server_args._cuda_graph_config_locked
     if (Phase.PREFILL, "max_bs") in given or (Phase.PREFILL, "bs") in given:
         return graphs
-    fitting = [tokens for tokens in graphs.prefill.bs if tokens <= dense_fallback.GRAPH_TOKENS]
-    return with_phase(graphs, Phase.PREFILL, bs=fitting, max_bs=min(graphs.prefill.max_bs, dense_fallback.GRAPH_TOKENS))
+    largest = min(graphs.prefill.max_bs, dense_fallback.GRAPH_TOKENS)
+    sizes = [tokens for tokens in dense_fallback.GRAPH_SIZES if tokens <= largest]
+    return with_phase(graphs, Phase.PREFILL, bs=sizes, max_bs=largest)
 
 
 def _float32_operators() -> None:

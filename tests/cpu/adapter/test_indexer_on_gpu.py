@@ -131,8 +131,9 @@ def in_graph(monkeypatch):
     monkeypatch.setattr(indexer, "maybe_capture_indexer_topk", lambda _layer, picks: picks)
     monkeypatch.setattr(indexer, "_picks_of_rank_0", lambda: False)
     x, positions = torch.arange(PADDED * 4.0).view(PADDED, 4), torch.tensor([150, 151, 152, 70, 0, 0])
+    prefill = SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: False))
     with enable_breakable_cuda_graph():
-        yield functools.partial(own.forward, x, 10 * x, positions, None, 4), step, given
+        yield functools.partial(own.forward, x, 10 * x, positions, prefill, 4), step, given
 
 
 def test_a_prefill_graph_picks_for_its_real_rows(in_graph):
