@@ -15,6 +15,7 @@ from sglang_dsa_plugin.kernels.triton.index_tables import Gpu
 
 CLUSTER_ARCHS = ["sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a"]
 
+
 @pytest.mark.parametrize(
     ("arch", "rows", "columns"),
     [

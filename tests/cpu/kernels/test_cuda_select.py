@@ -19,7 +19,14 @@ pytestmark = cuda_emulation.needs
 # (threads, cluster, batch, held, listed): each way through the source with few threads, lists that are often too short,
 # then what is launched on an H200.
 SMALL = [(128, 2, 4, True, 512), (256, 1, 2, False, 64), (128, 8, 8, True, 1024)]
-MORE = [(128, 4, 4, False, 16), (128, 16, 1, True, 128), (1024, 2, 8, True, 1024), (512, 8, 8, True, 1024), (512, 4, 4, False, 256), (512, 1, 4, False, 256)]
+MORE = [
+    (128, 4, 4, False, 16),
+    (128, 16, 1, True, 128),
+    (1024, 2, 8, True, 1024),
+    (512, 8, 8, True, 1024),
+    (512, 4, 4, False, 256),
+    (512, 1, 4, False, 256),
+]
 
 
 @pytest.fixture(
