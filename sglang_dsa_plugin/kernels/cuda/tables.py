@@ -13,9 +13,11 @@ SELECT_MEASURED_SMS = frozenset({90})
 
 _BINS = 2048  # BINS of select_many_parts.cuh
 _MOST_COLUMNS = (1 << 20) + 1024
-_LONG = 32 * 1024  # columns from which on select_many.cu is taken for fewer rows, too
+_MEDIUM, _LONG = 24 * 1024, 32 * 1024 + 3  # columns past which select_many.cu is taken for fewer rows, too
+_PAIRED = 64 * 1024  # columns past which blocks of a cluster may share a processor
 _ROUND = 4 * 512  # scores that the smallest block looks at together
 _LARGE_KIB = 160  # of shared memory, from which on two blocks find room
+_BATCHES = (1, 2, 4, 8)
 _SIXTEEN_SMS = frozenset({90, 100, 103})  # whose clusters may have 16 blocks
 
 
@@ -97,45 +99,50 @@ def prefers_select(gpu: Gpu, rows: int, width: int, k: int, page_size: int) -> b
 def launch_shape(gpu: Gpu, rows: int, columns: int, k: int, page_size: int) -> SelectShape | ManyShape | None:
     """The launch for so many rows of up to `columns` columns, None where no kernel of here can run."""
     shapes = [many_shape(gpu, columns, k)]
-    if rows < (MORE_ROWS if columns >= _LONG else MANY_ROWS):
+    if rows <= _few_rows(gpu, columns):
         shapes.insert(0, select_shape(gpu, rows, columns))
     return next((shape for shape in shapes if shape is not None and shape.serves(columns, page_size)), None)
+
+
+def _few_rows(gpu: Gpu, columns: int) -> int:
+    """Rows up to which select.cu is taken. H200, 2026-11-30, microseconds, here / select_many.cu: 64 rows of 32K 11.2 /
+    13.2, of 128K 45 / 24; 200 rows, a block each, 12.9 of 8K and 34 of 24K / 13.0 and 20.6 for 255 of 8K and 32K.
+    """
+    if columns > _LONG:
+        return min(MORE_ROWS - 1, gpu.processors)
+    return gpu.processors if columns <= _MEDIUM else gpu.processors // 2
 
 
 @functools.lru_cache(maxsize=4096)
 def select_shape(gpu: Gpu, rows: int, columns: int) -> SelectShape | None:
     """The launch for rows of up to `columns` columns, None where the kernel cannot run.
 
-    H200, 2026-11-30, k 2048, microseconds with T threads, clusters of C, at 8K / 32K / 128K columns: 1 row T512 C4 6.1,
-    C8 6.8 / 7.6 / 12.9, C16 7.6 / 9.9 from 32K on, T1024 C2 7.7, C8 - / 9.0 / 12.1; 16 rows T512 C4 6.3, C8 8.1 / 9.9 /
-    19.5, T1024 C4 7.9 / 9.9 / 19.7; 64 rows T512 C2 7.7 / 14.8 / 47, C4 12.7 / 17.7 / 51, T1024 C2 8.5 / 12.6 / 34.
-    With eight vectors held two blocks of 512 threads spill 292 bytes a thread; one block alone, without spills, takes
-    22.3 for 16 rows of 128K.
+    H200, 2026-11-30, k 2048, positions and slots, microseconds with T threads, clusters of C and batches of B: 1 row of
+    8K T512 C4 B1 5.7, B2 5.9, T256 C8 B1 5.7; of 32K T512 C8 B2 6.4, B4 6.5, C16 B1 6.8, T256 C8 B4 6.6; of 128K T512
+    C16 B4 7.3, C8 B8 7.3, T256 C16 B8 7.6. 16 rows of 8K T512 C4 B1 6.9, T256 C8 B1 7.4; of 32K T512 C4 B4 7.8, C2 B8
+    8.3, C8 B2 8.9; of 128K T512 C8 B8 11.7, B4 in two turns 11.4, T1024 C4 B8 11.7. 24 rows of 160K T512 C8 B4 13.4, B8
+    14.3; 40 of 64K T1024 C2 B8 13.2, T512 C4 B8 17.5; 64 of 8K T512 C2 B2 8.1, B4 8.5, C4 B1 13.0, of 32K T1024 C2 B4
+    11.2, T512 C2 B8 11.5; 100 of 24K T512 C2 B8 13.0. Blocks that share a processor gain only where rows are long.
     """
     if gpu.kind != "cuda" or gpu.sm not in CLUSTER_SMS:
         return None
-    # A row is split while each block has scores for all its threads; 16 blocks gain nothing over 8 of two rounds each.
+    # A row is split while each block has scores for all its threads; where 8 blocks hold all scores 16 gain nothing.
     threads, cluster = 512, 1
     while (
         cluster < 16
-        and 4 * threads * cluster * (2 if cluster == 8 else 1) < columns
-        and _run_at_once(gpu, rows, 2 * cluster)
+        and 4 * threads * cluster * (8 if cluster == 8 else 1) < columns
+        and _run_at_once(gpu, rows, columns, 2 * cluster)
     ):
         cluster *= 2
     if cluster == 2 and 4 * threads * 4 < columns and 2 * rows <= gpu.processors:
         threads = 1024  # clusters of four would not all run at once: as many threads in clusters of two
+    blocks = _blocks(gpu, threads)
     steps = -(-columns // (4 * threads * cluster))
-    whole = next((batch for batch in (1, 2, 4, 8) if steps <= batch), 4)
-    for batch in (8, 4, 2, 1):
-        shape = SelectShape(
-            threads,
-            cluster,
-            batch,
-            steps <= batch,
-            128 * batch if steps <= batch else min(128 * batch, 256),
-            _blocks(gpu, threads),
-        )
-        if batch <= whole and shape.shared_bytes <= _room(gpu, shape.blocks):
+    whole = next((batch for batch in _BATCHES if steps <= batch), 4)
+    for batch in reversed(_BATCHES):
+        held = steps <= batch
+        shape = SelectShape(threads, cluster, batch, held, 128 * batch if held else min(128 * batch, 256), blocks)
+        if batch <= whole and shape.shared_bytes <= _room(gpu, blocks):
             return shape
     return None
 
@@ -184,11 +191,12 @@ def _room(gpu: Gpu, blocks: int) -> int:
     return (gpu.shared_kib + 1) * 1024 // blocks - 1024
 
 
-def _run_at_once(gpu: Gpu, rows: int, cluster: int) -> bool:
+def _run_at_once(gpu: Gpu, rows: int, columns: int, cluster: int) -> bool:
     """Whether a cluster of `cluster` blocks of 512 threads a row all fit: a row that waits doubles the time. Clusters
     lie within a group of some 16 processors, so the larger they are, the more places stay empty.
     """
-    places = _blocks(gpu, 512) * gpu.processors
+    shared = columns > _PAIRED or cluster == 2
+    places = gpu.processors * (_blocks(gpu, 512) if shared else 1)
     if cluster == 16:
         return gpu.sm in _SIXTEEN_SMS and 32 * rows <= gpu.processors
     return rows * cluster <= (places if cluster == 2 else places * 3 // 4)
