@@ -22,11 +22,10 @@ NOT_MEASURED = "; not measured yet, taken by name only"
 # (tuned.py) name them. To move one, add or change its entry.
 MEASURED: dict[tuple[str, str], Where] = {
     ("sparse_mla", "flash_mla"): Where(sm=_HOPPER, heads=_MANY_HEADS, min_rows=MANY_ROWS),
-    # H200, S = 32K, k = 2048, 128 heads, 2026-11-30, microseconds of theirs, without what adapters add but with an
-    # empty launch of 1.1, against Triton without:
-    # bf16 18.7 / 17.2 (B = 1), 36.8 / 39.0 (16), 71.0 / 104 (64), prefill of 4096 rows 4069 / 5977; fp8 18.0 / 20.5,
-    # 38.3 / 56.8, 89.2 / 150, 5010 / 8675. 64 heads were measured with kernels that are gone: 30.6 / 65.6 (bf16, 16
-    # rows), 29.9 / 51.6 (fp8).
+    # H200, S = 32K, k = 2048, 128 heads, 2026-11-30, microseconds of theirs, adapter included, against Triton: bf16
+    # 34.3 / 37.7 (B = 16), 75 / 110 (64), fp8 17.2 / 17.3 (1), 37.6 / 56.3 (16); and with triton 3.6 64
+    # rows of fp8 89.4 / 150, prefill of 4096 rows 4085 / 5977, fp8 5136 / 8675. 64 heads were measured with kernels
+    # that are gone: 28.5 / 65.6 (bf16, 16 rows), 29.2 / 51.6 (fp8).
     ("sparse_mla", "fa3"): Where(sm=_HOPPER, heads=_MANY_HEADS, min_rows=SOME_ROWS),
     ("sparse_mla", "flash_mla_kv"): Where(sm=_HOPPER, heads=_MANY_HEADS, min_rows=SOME_ROWS),
     ("dense_mha", "fa3"): Where(sm=_HOPPER),
@@ -81,6 +80,7 @@ def _attention_row(
     )
 
 
+_LEAN = frozenset({"q_rope", "prefix", "with_lse"})
 _ATTENTION_ROWS = [
     _attention_row(
         "flash_mla",
@@ -89,6 +89,7 @@ _ATTENTION_ROWS = [
         _HOPPER | _BLACKWELL,
         "FlashMLA sparse prefill, which computes 64 or 128 heads; ours computes fewer without padding",
         package="flash_mla",
+        takes=_LEAN,
     ),
     _attention_row(
         "flash_mla_kv",
@@ -97,6 +98,7 @@ _ATTENTION_ROWS = [
         _HOPPER | _BLACKWELL,
         "FlashMLA sparse decode on packed fp8 rows, which computes 64 or 128 heads",
         package="flash_mla",
+        takes=_LEAN,
     ),
     _attention_row(
         "fa3",
@@ -105,6 +107,7 @@ _ATTENTION_ROWS = [
         _HOPPER,
         "FlashAttention 3 as sgl-kernel builds it, with picks as a page table of single rows",
         package="sgl_kernel",
+        takes=_LEAN,
     ),
     _attention_row(
         "trtllm",

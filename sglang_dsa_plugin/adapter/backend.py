@@ -144,7 +144,9 @@ class DsaBackend(AttentionBackend):
     def describe_prefill(self) -> str:
         """How prefill runs, and on how many of a CPU's threads decode does, in words, for the start-up line."""
         threads = "" if self.threads is None else f"; {self.threads.describe()}"
-        return self.prefill.describe() + threads
+        graphs = get_exec().graph.cuda_graph_config
+        captured = "" if graphs is None or graphs.prefill.backend != "breakable" else "; small batches in CUDA graphs"
+        return self.prefill.describe() + captured + threads
 
     # Planning
 
@@ -170,14 +172,26 @@ class DsaBackend(AttentionBackend):
                 dense_fallback.SPARSE_DECODE,
             )
         elif _plain_prefill(mode):
-            switched_off = None if self.supports_mha_one_shot else "switched off by the hybrid backend"
-            self.forward_metadata = self.prefill.plan(forward_batch, switched_off)
+            self.forward_metadata = self.prefill.plan(forward_batch, self._why_no_mha())
         else:
             raise NotImplementedError(
                 f"forward mode {mode.name} is not served yet: remove the --speculative-* flags (or the dLLM / PD "
                 "flags), or set "
                 "SGLANG_DSA_PLUGIN=off to use SGLang's built-in DSA on a GPU"
             )
+
+    def can_run_prefill_cuda_graph(self, forward_batch: ForwardBatch) -> bool:
+        """Whether SGLang may replay a prefill graph that fits: it asks once per batch. Small batches leave the GPU idle
+        between launches whichever way they attend; a larger one only goes where it would be sparse anyway.
+        """
+        if forward_batch.global_num_tokens_cpu is not None:
+            return True  # ranks whose collectives belong together have voted already, and must not part here
+        if forward_batch.positions.shape[0] <= dense_fallback.GRAPH_TOKENS:
+            return True
+        return not self.prefill.decide(forward_batch, self._why_no_mha()).expanded
+
+    def _why_no_mha(self) -> str | None:
+        return None if self.supports_mha_one_shot else "switched off by the hybrid backend"
 
     def get_indexer_metadata(self, layer_id: int, forward_batch: ForwardBatch) -> metadata.StepMetadata | None:
         """The step's metadata for this package's indexer; None on an idle rank."""

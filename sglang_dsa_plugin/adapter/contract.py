@@ -111,6 +111,10 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("managers.io_struct.GenerateReqInput", ("input_ids", "sampling_params")),
     Symbol("layers.quantization.fp8.Fp8Config", ("is_checkpoint_fp8_serialized", "weight_block_size")),
     Symbol("layers.quantization.unquant.UnquantizedLinearMethod.create_weights", ("layer",)),
+    Symbol("layers.quantization.unquant.UnquantizedFusedMoEMethod.forward_native", ("layer", "dispatch_output")),
+    Symbol("model_executor.runner_backend_utils.breakable_cuda_graph.eager_on_graph"),
+    Symbol("model_executor.runner_backend_utils.breakable_cuda_graph.is_in_breakable_cuda_graph"),
+    Symbol("model_executor.runner_utils.forward_batch.get_forward_batch"),
     Symbol(
         "layers.quantization.unquant.UnquantizedFusedMoEMethod",
         ("use_triton_kernels", "use_flashinfer_trtllm_moe", "use_deep_gemm"),

@@ -8,6 +8,7 @@ ordinary loader.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,11 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
+    eager_on_graph,
+    is_in_breakable_cuda_graph,
+)
+from sglang.srt.model_executor.runner_utils.forward_batch import get_forward_batch
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.state_capturer.indexer_topk import get_global_indexer_capturer, maybe_capture_indexer_topk
 from sglang.srt.utils import add_prefix
@@ -141,35 +147,102 @@ class DsaIndexer(torch.nn.Module):
             raise TypeError(
                 "DsaIndexer: the hidden state came quantised as a tuple, which only ROCm's fused norms produce"
             )
+        if is_in_breakable_cuda_graph() and not forward_batch.forward_mode.is_decode():
+            return self._in_graph(x, q_lora, positions, layer_id, return_indices)
         step = get_attn_backend().get_indexer_metadata(layer_id, forward_batch)
         if step is None:
             # An idle data-parallel rank has no rows in any cache; its shape still takes part in the collectives that
             # follow.
             picks = x.new_full((x.shape[0], self.index_topk), -1, dtype=torch.int32) if return_indices else None
             return maybe_capture_indexer_topk(layer_id, self._same_on_all_ranks(picks))
-        pool = get_token_to_kv_pool()
-        pages = pool.index_pages.buffer[layer_id - pool.start_layer]
-        positions = positions.to(torch.int64)
-        keys = (pages, forward_batch.out_cache_loc, self.wk(x)[0], self.k_norm)
         masked = step.decision.path == "masked"
-        if not (return_indices or masked) and get_global_indexer_capturer() is None:
-            self.token.store_keys(*keys, positions)
-            return None
-        picks = step.every_token(self.index_topk)
+        picked = return_indices or masked or get_global_indexer_capturer() is not None
+        picks = self._store_and_pick(
+            step,
+            forward_batch.out_cache_loc,
+            self.wk(x)[0],
+            positions,
+            layer_id,
+            (lambda: (self.wq_b(q_lora)[0], self._head_weights(x))) if picked else None,
+            forward_batch.forward_mode.is_decode(),
+        )
         if picks is None:
-            projections = self.wq_b(q_lora)[0], self._head_weights(x)
-            if x.is_cuda:
-                query = self.token.keys_and_queries(*keys, *projections, positions, step.lengths, self.index_topk)
-            else:
-                self.token.store_keys(*keys, positions)
-                query = self.token.queries(*projections, positions)
-            picks = self._select(query, step, pages, forward_batch.forward_mode.is_decode())
-        else:
-            self.token.store_keys(*keys, positions)
+            return None
         picks = maybe_capture_indexer_topk(layer_id, self._same_on_all_ranks(picks))
         if masked:
             step.picks = picks
         return picks if return_indices else None
+
+    def _in_graph(
+        self, x: torch.Tensor, q_lora: torch.Tensor, positions: torch.Tensor, layer_id: int, return_indices: bool
+    ) -> torch.Tensor | None:
+        """`forward` in a breakable prefill graph, whose rows are padded: projections and the memory of the picks belong
+        to its segments, the rest runs between them at each replay, on the real rows.
+        """
+        rows = x.shape[0] if return_indices else 0
+        picks = x.new_full((rows, self.index_topk), -1, dtype=torch.int32)
+        self._between_segments(self.wk(x)[0], self.wq_b(q_lora)[0], self._head_weights(x), positions, layer_id, picks)
+        return maybe_capture_indexer_topk(layer_id, picks) if return_indices else None
+
+    @eager_on_graph
+    def _between_segments(
+        self,
+        key: torch.Tensor,
+        query: torch.Tensor,
+        weights: torch.Tensor,
+        positions: torch.Tensor,
+        layer_id: int,
+        picks: torch.Tensor,
+    ) -> None:
+        """Keys to the cache and picks [R or 0,k] of the step that is planned now. The tensors are the graph's, as the
+        arguments of its recording; everything about the batch is asked for here.
+        """
+        forward_batch = get_forward_batch()
+        step = get_attn_backend().get_indexer_metadata(layer_id, forward_batch)
+        rows = step.rows
+        found = self._store_and_pick(
+            step,
+            forward_batch.out_cache_loc[:rows],
+            key[:rows],
+            positions[:rows],
+            layer_id,
+            (lambda: (query[:rows], weights[:rows])) if len(picks) else None,
+            decode=False,
+        )
+        if found is not None:
+            picks[:rows].copy_(self._same_on_all_ranks(found))
+            step.picks_moved(found, picks[:rows])
+
+    def _store_and_pick(
+        self,
+        step: StepMetadata,
+        slots: torch.Tensor,
+        key: torch.Tensor,
+        positions: torch.Tensor,
+        layer_id: int,
+        project: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None,
+        decode: bool,
+    ) -> torch.Tensor | None:
+        """Store the projected keys [R,128] at `slots`; picks [R,k] where there is `project`, which gives the projected
+        queries [R,H*128] and the gate [R,H] if scores are needed. decode: the step has one row a request.
+        """
+        pool = get_token_to_kv_pool()
+        pages = pool.index_pages.buffer[layer_id - pool.start_layer]
+        positions = positions.to(torch.int64)
+        keys = (pages, slots, key, self.k_norm)
+        if project is None:
+            self.token.store_keys(*keys, positions)
+            return None
+        picks = step.every_token(self.index_topk)
+        if picks is not None:
+            self.token.store_keys(*keys, positions)
+            return picks
+        if pages.is_cuda:
+            query = self.token.keys_and_queries(*keys, *project(), positions, step.lengths, self.index_topk)
+        else:
+            self.token.store_keys(*keys, positions)
+            query = self.token.queries(*project(), positions)
+        return self._select(query, step, pages, decode)
 
     def _select(self, query: IndexQuery, step: StepMetadata, keys: torch.Tensor, decode: bool) -> torch.Tensor:
         """Picks by score; keys: index pages of the layer; decode: the step has one row a request."""

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import is_in_breakable_cuda_graph
+from sglang.srt.runtime_context import get_flags, get_parallel
 
 from sglang_dsa_plugin import settings
 from sglang_dsa_plugin.adapter.pool import DsaPool
@@ -49,21 +50,32 @@ class PrefillPlanner:
             return f"prefill sparse at every length: {self.why_not_dense}"
         return f"prefill dense up to the threshold, past it {self.masked.describe()}"
 
-    def plan(self, forward_batch: ForwardBatch, switched_off: str | None) -> metadata.StepMetadata:
-        """The step of a batch. switched_off: why no batch may run on expanded keys at present, or None."""
-        prefix = [int(p) for p in forward_batch.extend_prefix_lens_cpu]
+    def decide(self, forward_batch: ForwardBatch, switched_off: str | None) -> dense_fallback.Decision:
+        """How a batch attends outside of a CUDA graph. switched_off: as of `plan`."""
         extend = [int(e) for e in forward_batch.extend_seq_lens_cpu]
-        rows, new_tokens = forward_batch.positions.shape[0], sum(extend)
         # Expanded keys follow the requests, so padding has no place among them.
-        padded = "the batch is padded" if rows != new_tokens else None
-        decision = dense_fallback.decide(
-            prefix=prefix,
+        padded = "the batch is padded" if forward_batch.positions.shape[0] != sum(extend) else None
+        return dense_fallback.decide(
+            prefix=[int(p) for p in forward_batch.extend_prefix_lens_cpu],
             extend=extend,
             threshold=envs.SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD.get(),
             capacity=forward_batch.get_max_chunk_capacity(),
             masked=self.masked,
             allowed=switched_off or padded or self.why_not_dense,
         )
+
+    def plan(self, forward_batch: ForwardBatch, switched_off: str | None) -> metadata.StepMetadata:
+        """The step of a batch. switched_off: why no batch may run on expanded keys at present, or None.
+
+        In a prefill CUDA graph the rows are the real ones: SGLang cuts what attention gets to them.
+        """
+        prefix = [int(p) for p in forward_batch.extend_prefix_lens_cpu]
+        extend = [int(e) for e in forward_batch.extend_seq_lens_cpu]
+        rows, new_tokens = forward_batch.positions.shape[0], sum(extend)
+        if is_in_breakable_cuda_graph():
+            rows, decision = new_tokens, dense_fallback.IN_GRAPH
+        else:
+            decision = self.decide(forward_batch, switched_off)
         step = metadata.extend_step(
             self.req_to_token,
             forward_batch.req_pool_indices,
@@ -75,8 +87,9 @@ class PrefillPlanner:
             new_tokens=new_tokens,
             cached_tokens=sum(prefix),
         )
-        self.paths.count(decision, rows)
-        self.metrics.count(decision, rows)
+        if not get_flags().dp.capturing_prefill_graph:  # SGLang's own batches of nothing, one or more a graph
+            self.paths.count(decision, rows)
+            self.metrics.count(decision, rows)
         logger.debug("prefill of %d rows: %s (%s)", rows, decision.path, decision.reason)
         return step
 

@@ -47,6 +47,8 @@ class AttentionCore:
             raise ValueError(
                 f"sparse attention: picks must have {step.rows} rows like the step, got {list(picks.shape)}"
             )
+        # A kernel stops at a short row's last pick; on a CPU the columns past it are already gone.
+        counts = step.pick_counts(picks.shape[1]) if q_latent.is_cuda else None
         out, _ = sparse_mla.sparse_mla(
             q_latent,
             rows,
@@ -54,10 +56,12 @@ class AttentionCore:
             scale,
             self.layout.name,
             sink=sink,
-            # A kernel stops at a short row's last pick; on a CPU the columns past it are already gone.
-            lengths=step.pick_counts(picks.shape[1]) if q_latent.is_cuda else None,
+            lengths=counts,
             impl=self.impl_prefill if prefill else self.impl_sparse,
             q_rope=q_rope,
+            # Selection writes a row's min(length, k) picks first, then -1, and what the page table names is cached.
+            prefix=counts is not None,
+            with_lse=False,
         )
         return out.reshape(out.shape[0], -1, LATENT_DIM).flatten(1)
 

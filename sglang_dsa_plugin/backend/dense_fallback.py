@@ -3,7 +3,9 @@
 - dense: with S <= k every token is picked, so prefill may run plain multi-head attention on expanded keys and values:
   the same result with a third of the arithmetic (192 + 128 values a key in V3.2 instead of 576 + 512);
 - masked: the same on longer contexts, with a mask of what each row picked (masked_prefill.py);
-- sparse: absorbed attention over the picked rows of the cache.
+- sparse: absorbed attention over the picked rows of the cache;
+- graph: the same, run between the segments of a prefill CUDA graph, which holds the rest of the model. A graph keeps
+  one way of attending, and this is the one that fits every length.
 
 One `Decision` is made per batch; the planner that chooses the model's forward method and the executor that runs it read
 that object and nothing else (fault U57 is two decisions).
@@ -18,7 +20,7 @@ from typing import Literal
 
 from sglang_dsa_plugin.backend.masked_prefill import MaskedPrefill
 
-Path = Literal["dense", "masked", "sparse"]
+Path = Literal["dense", "masked", "sparse", "graph"]
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,17 @@ class Decision:
     @property
     def expanded(self) -> bool:
         """Whether the model hands in expanded keys and values instead of absorbed queries."""
-        return self.path != "sparse"
+        return self.path in ("dense", "masked")
 
 
 SPARSE_DECODE = Decision("sparse", "decode is always sparse")
+# Tokens of a prefill's graphs. Of more tokens the GPU is busy longer than the host takes to launch them: on an H200, 16
+# layers with 16 heads, the first token came after 22.5 ms instead of 35.3 (1024 tokens), 28.4 instead of 37.6 (2048)
+# and 109.8 instead of 111.9 (8192, outside in both), 2026-11-30. A batch takes the next larger graph; each is recorded
+# at start, so there are fewer than SGLang would make.
+GRAPH_SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
+GRAPH_TOKENS = GRAPH_SIZES[-1]
+IN_GRAPH = Decision("graph", "the prefill is a replay of a CUDA graph")
 
 
 def decide(

@@ -72,11 +72,12 @@ class StepMetadata:
     def slots_of(self, picks: torch.Tensor, impl: str | None = None) -> torch.Tensor:
         """Token slots [R,k] of picked positions [R,k]; -1 stays.
 
-        Layers that reuse picks hand in the very same tensor, so the last translation is kept and compared by identity.
+        Layers that reuse picks hand in the very same memory, so the last translation is kept. Its picks are held, so
+        that nothing else can lie where they do.
         Where the selection wrote slots as well (`keep_slots`), nothing is left to translate.
         On a CPU, columns that the host knows to be -1 in every row are left out.
         """
-        if self._picks is not picks:
+        if not _same_memory(self._picks, picks):
             used = picks
             if picks is self._all and picks.device.type == "cpu":
                 used = picks[:, : self.max_length]
@@ -86,9 +87,21 @@ class StepMetadata:
             self._picks = picks
         return self._slots
 
+    def picks_moved(self, picks: torch.Tensor, to: torch.Tensor) -> None:
+        """For `slots_of`: picks [R,k] were copied to `to`. A translation of theirs that is kept is one of `to`."""
+        if _same_memory(self._picks, picks):
+            self._picks = to
+
     def keep_slots(self, picks: torch.Tensor, slots: torch.Tensor) -> None:
         """For `slots_of`: slots [R,k] of these very picks [R,k], where selection has written both."""
         self._picks, self._slots = picks, slots
+
+
+def _same_memory(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    """Whether both are the same rows of the same memory. SGLang hands on views of picks that a CUDA graph left."""
+    if one is None or one is other:
+        return one is other
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
 def page_table(req_to_token: torch.Tensor, requests: torch.Tensor, max_length: int) -> torch.Tensor:

@@ -35,13 +35,18 @@ def sparse_mla(
     out: torch.Tensor | None = None,
     impl: str | None = None,
     q_rope: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    prefix: bool = False,
+    with_lse: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """q [R, H, 576] (bf16, f16 or f32) against kv_rows[slots] -> (out [R, H, 512] in q's dtype, lse f32 [R, H]).
 
     kv_rows: [N, width] of `layout`; slots: [R, K] int32 or int64, -1 anywhere is skipped, and a slot outside [0, N) is
     masked and never read. sink: f32 [H], adds exp(sink) to the denominator of out. lengths: [R], a promise that only
     the first lengths[r] slots count. out: where to write, instead of a new tensor. q_rope: [R, H, 64] in q's dtype, the
-    last 64 values of the queries where they lie apart; q is [R, H, 512] then. Both may be strided.
+    last 64 values of the queries where they lie apart; q is [R, H, 512] then. Both may be strided. prefix: a promise,
+    made with lengths, that the first lengths[r] slots of every row, 0 to K of them, are cached rows and all others -1,
+    as selection writes them; nothing checks it, and kernels of other packages then take the slots as they are.
+    with_lse: False gives None instead of lse, which may save a launch.
     Raises ValueError for arguments that do not fit each other, or an `impl` that cannot run here.
     """
     _check.tensor(_OP, "q", q, (None, None, ROW_DIM if q_rope is None else LATENT_DIM), _FLOATS)
@@ -59,17 +64,19 @@ def sparse_mla(
         _check.tensor(_OP, "sink", sink, (heads,), (torch.float32,), q.device, "q")
     if lengths is not None:
         _check.index_tensor(_OP, "lengths", lengths, (rows,), q.device)
+    elif prefix:
+        _check.fail(_OP, "prefix", "promised together with lengths", prefix)
     if out is not None:
         _check.tensor(_OP, "out", out, (rows, heads, LATENT_DIM), (q.dtype,), q.device, "q")
     features = {"layout": layout, "heads": heads, "k": slots.shape[1], "dtype": q.dtype, "rows": rows}
     chosen = support.choose(_OP, device=q.device, impl=impl, **features).implementation
     run = chosen.load()
-    arguments = (kv_rows, slots, scale, layout, kv_scale, sink, lengths, out)
-    if q_rope is None:
-        return run(q, *arguments)
-    if "q_rope" in chosen.takes:
-        return run(q, *arguments, q_rope=q_rope)
-    return run(torch.cat((q, q_rope), dim=-1), *arguments)
+    more = {"q_rope": q_rope, "prefix": prefix, "with_lse": with_lse}
+    if q_rope is not None and "q_rope" not in chosen.takes:
+        q = torch.cat((q, q_rope), dim=-1)
+    more = {name: value for name, value in more.items() if name in chosen.takes}
+    found, lse = run(q, kv_rows, slots, scale, layout, kv_scale, sink, lengths, out, **more)
+    return found, lse if with_lse else None
 
 
 def reference(

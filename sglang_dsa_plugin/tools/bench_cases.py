@@ -169,9 +169,17 @@ def _attention_inputs(maker: Maker, layout: str, heads: int, windows: list[int],
 def _attend(inputs: Inputs, impl: str | None, portable: bool = False) -> Any:
     if portable and impl is None:
         return portable_attention(inputs)
-    # The layer knows how many picks a row has, since they come first.
+    # As the layer asks: it knows how many picks a row has, since they come first, and has no use for lse.
     return sparse_mla.sparse_mla(
-        inputs.q, inputs.rows, inputs.slots, inputs.scale, inputs.layout, lengths=inputs.counts, impl=impl
+        inputs.q,
+        inputs.rows,
+        inputs.slots,
+        inputs.scale,
+        inputs.layout,
+        lengths=inputs.counts,
+        impl=impl,
+        prefix=True,
+        with_lse=False,
     )
 
 

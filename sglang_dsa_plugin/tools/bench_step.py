@@ -75,9 +75,8 @@ def run(i: Inputs, impl: str | None) -> Any:
     slots = torch.empty((q.shape[0], i.k_picks), dtype=torch.int32, device=q.device)
     plan, rows = bench_index_cases.planned(i, impl), (i.lengths, i.table, i.owner)
     index_select.paged(q, i.pages, gate, *rows, i.k_picks, slots_out=slots, plan=plan, impl=impl)
-    return sparse_mla.sparse_mla(
-        i.q_latent, i.rows, slots, i.scale, i.layout, lengths=i.counts, impl=impl, q_rope=i.q_rope
-    )
+    rest = {"lengths": i.counts, "q_rope": i.q_rope, "prefix": True, "with_lse": False}
+    return sparse_mla.sparse_mla(i.q_latent, i.rows, slots, i.scale, i.layout, impl=impl, **rest)
 
 
 def reference(i: Inputs) -> Any:

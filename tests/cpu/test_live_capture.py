@@ -58,7 +58,9 @@ class Indexer:
         self.inputs, self.step = inputs, step
 
     def forward(self, forward_batch=None):
-        step = self.step
+        return self._store_and_pick(self.step)
+
+    def _store_and_pick(self, step):
         return index_select.paged(
             self.inputs.q, self.inputs.pages, self.inputs.gate, step.lengths, step.page_table, step.row_to_request, K
         )

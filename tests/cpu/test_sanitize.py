@@ -37,3 +37,15 @@ def test_the_filter_names_what_is_launched():
     assert {"gather_kernel", "merge_kernel", "gather_bf16", "gather_fp8", "rows_kernel", "keys_kernel"} < names
     assert {"_rows_kernel", "_split_kernel", "_slots_kernel", "store_kernel", "queries_kernel"} < names
     assert "select_rows" in names
+
+
+def test_parts_hold_every_path_once():
+    assert sanitize.part("1/1") == (0, 1)
+    parts = map(sanitize.part, ("1/3", "2/3", "3/3"))
+    assert sorted(at for first, step in parts for at in range(100)[first::step]) == list(range(100))
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "1", "a/b", "-1/2", ""])
+def test_a_part_that_is_none_is_refused(text):
+    with pytest.raises(ValueError, match="--part"):
+        sanitize.part(text)

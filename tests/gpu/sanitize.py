@@ -5,7 +5,8 @@
     compute-sanitizer --tool racecheck --launch-timeout 300 --error-exitcode 9 \
         --kernel-name "$(python -m tests.gpu.sanitize --filter)" python -m tests.gpu.sanitize --ours
 
-Run it once without the sanitizer first: then the kernels are compiled. Tensors are allocated one by one
+Run it once without the sanitizer first: then the kernels are compiled. With `--part 1/8` to `8/8` eight processes share
+the paths: most of the time is the host's. Tensors are allocated one by one
 (PYTORCH_NO_CUDA_MEMORY_CACHING), or an access past a tensor would land in memory that the allocator holds anyway.
 --report-api-errors no: memcheck would count each refusal of the driver as an error. Triton's loader tries an attribute
 of newer drivers first where a kernel takes more than 48 KiB of shared memory (cuFuncSetAttribute, INVALID_VALUE) and
@@ -314,22 +315,36 @@ def _scale_of(layout: str) -> float:
     return check_cases.KV_SCALE if layout == "fp8_576" else 1.0
 
 
+def part(text: str) -> tuple[int, int]:
+    """`I/N` as the index of the first path and the step to the next. Raises ValueError where I is not in 1..N."""
+    which, _, parts = text.partition("/")
+    if not (which.isdecimal() and parts.isdecimal() and 1 <= int(which) <= int(parts)):
+        raise ValueError(f"--part must be I/N with I from 1 to N, for example 2/8, got {text!r}")
+    return int(which) - 1, int(parts)
+
+
 def main() -> int:
     """Run the paths of the command line; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="operators whose name holds this text")
     parser.add_argument("--ours", action="store_true", help="this package's kernels only")
     parser.add_argument("--with-jit", action="store_true", help="FlashInfer's kernels as well, which it builds first")
+    parser.add_argument(
+        "--part", default="1/1", help="I/N: every Nth path, beginning with the Ith, for N processes side by side"
+    )
     parser.add_argument("--filter", action="store_true", help="print our kernels as compute-sanitizer's --kernel-name")
     asked = parser.parse_args()
     if asked.filter:
         print(",".join(f"kne={name}" for name in kernel_names()))
         return 0
     device, wrong = torch.device("cuda", 0), 0
+    first, step = part(asked.part)
+    chosen = [
+        path for path in paths(device, ours=asked.ours, with_jit=asked.with_jit) if asked.only in path[0].operator
+    ]
+    chosen = chosen[first::step]
     with torch.inference_mode():
-        for case, name in paths(device, ours=asked.ours, with_jit=asked.with_jit):
-            if asked.only not in case.operator:
-                continue
+        for case, name in chosen:
             begun = time.perf_counter()
             try:
                 share = case.share(device, name)
@@ -342,7 +357,7 @@ def main() -> int:
             took = time.perf_counter() - begun
             state = "ok   " if share <= 1 else "WRONG"
             print(f"{state} {case.operator} {name} {case.label}: {verdict}, {took:.1f} s", flush=True)
-    print(f"{wrong} wrong", flush=True)
+    print(f"{len(chosen)} paths, {wrong} wrong", flush=True)
     return int(wrong > 0)
 
 

@@ -24,18 +24,21 @@ from tests.gpu.cuda_picks import (
 
 pytestmark = pytest.mark.gpu
 
-# (rows, columns) whose launches differ on an H200 in threads, blocks of a row and scores held in registers.
+# (rows, columns) whose launches differ on an H200 in threads, blocks of a row and scores that a block holds.
 LAUNCHES = [
     (1, 8192),
     (1, 32768),
     (1, 131072),
     (1, 1 << 20),
+    (4, 65536),
+    (16, 32768),
     (16, 131072),
     (24, 300000),
     (40, 65536),
     (64, 8192),
     (64, 32768),
     (64, 131072),
+    (100, 24576),
     (200, 8192),
     (200, 40000),
 ]
@@ -51,7 +54,7 @@ def test_all_kinds_of_scores_at_the_most_that_a_launch_holds(monkeypatch, rows, 
     launched(monkeypatch)
     gpu = index_tables.gpu_of(torch.device("cuda"))
     shape = tables.select_shape(gpu, rows, columns)
-    most = 4 * shape.threads * shape.cluster * (shape.held or 5)
+    most = 4 * shape.threads * shape.cluster * shape.batch * (1 if shape.held else 3)
     for width in (most, most - 1):
         lengths = torch.tensor([width, max(K + 1, width // 3), width - 2], device="cuda", dtype=torch.int32)
         for kind in selection_inputs.KINDS:

@@ -1,7 +1,8 @@
 """Every layer of a running server on a GPU: attention, scores and picks against fp64 on the same inputs.
 
-Calls are copied to the host as they happen, so decode runs outside a CUDA graph here: --disable-cuda-graph. That a
-graph's replay equals the eager call is held by tests/gpu/test_sparse_mla_triton.py and test_index_triton.py.
+Calls are copied to the host as they happen, so decode runs outside a CUDA graph here. That a graph's replay equals the
+eager call is held by tests/gpu/test_sparse_mla_triton.py and test_index_triton.py. Prefills of up to 2048 tokens are
+captured between the segments of their graph, one server has no such graphs.
 """
 
 import os
@@ -16,20 +17,23 @@ from tests.server.harness import ModelSpec, ServerSpec
 
 CAPTURED = Path(tempfile.gettempdir()) / f"dsa-capture-{os.getpid()}"
 LAYERS, LONGEST = 3, 6000
+EAGER = "--disable-cuda-graph"
 
 
-def spec(arch: str, heads: int, kv: str, index_topk: int) -> ServerSpec:
+def spec(arch: str, heads: int, kv: str, index_topk: int, graphs: str = "--disable-decode-cuda-graph") -> ServerSpec:
     name = f"{arch.split('_')[0]}-{heads}-{kv}-k{index_topk}"
     model = ModelSpec.of(
         arch, dtype="bfloat16", heads=heads, index_topk=index_topk, layers=LAYERS, max_position=LONGEST + 1024
     )
     args = ("--kv-cache-dtype", kv, "--max-total-tokens", "40000", "--chunked-prefill-size", "4096")
-    args += ("--disable-cuda-graph", "--enable-metrics")
+    args += (graphs, "--enable-metrics")
+    name += "-eager" * (graphs == EAGER)
     return ServerSpec(f"capture-{name}", model, args, capture.environment(CAPTURED / name))
 
 
 SPECS = [
     spec("deepseek_v32", 16, "bf16", 2048),
+    spec("deepseek_v32", 16, "bf16", 2048, EAGER),
     spec("deepseek_v32", 16, "fp8_e4m3", 2048),
     spec("deepseek_v32", 128, "bf16", 2048),
     spec("deepseek_v32", 128, "fp8_e4m3", 256),
@@ -52,3 +56,5 @@ def test_every_layer_against_fp64(server, record_testsuite_property):  # noqa: F
         # Layers that reuse picks have no indexer.
         assert report.calls["paged", mode], report.text()
     assert report.recall >= 0.99, report.text()
+    paths = server.prefills()
+    assert (paths["dense"] if server.spec.name.endswith("-eager") else paths["graph"]) and paths["sparse"], paths

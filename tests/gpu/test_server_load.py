@@ -5,16 +5,17 @@ import pytest
 from tests.server import load
 from tests.server.conftest import server, slot  # noqa: F401
 from tests.server.harness import ModelSpec, ServerSpec
+from tests.server.specs import TP2
 
 LONGEST = 20_000
 ARGS = ("--enable-metrics", "--max-total-tokens", "400000")
 
 
-def spec(name: str, arch: str, heads: int, kv: str, index_topk: int) -> ServerSpec:
+def spec(name: str, arch: str, heads: int, kv: str, index_topk: int, more: tuple[str, ...] = ()) -> ServerSpec:
     model = ModelSpec.of(
         arch, dtype="bfloat16", heads=heads, index_topk=index_topk, layers=3, max_position=LONGEST + 1024
     )
-    return ServerSpec(name, model, (*ARGS, "--kv-cache-dtype", kv))
+    return ServerSpec(name, model, (*ARGS, *more, "--kv-cache-dtype", kv))
 
 
 SPECS = [
@@ -22,6 +23,7 @@ SPECS = [
     spec("v32-128-fp8", "deepseek_v32", 128, "fp8_e4m3", 2048),
     spec("glm-8-bf16", "glm_moe_dsa", 8, "bf16", 2048),
     spec("glm-64-fp8", "glm_moe_dsa", 64, "fp8_e4m3", 256),
+    spec("v32-128-fp8-tp2", "deepseek_v32", 128, "fp8_e4m3", 2048, TP2),
 ]
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("server", SPECS, indirect=True)]
 
@@ -31,4 +33,5 @@ def test_two_hundred_requests(server):  # noqa: F811
     mixed = load.requests(200, LONGEST)
     load.check(server, mixed, load.run(server, mixed, 16))
     paths = server.prefills()
-    assert paths["dense"] and paths["sparse"] and not paths["masked"], paths
+    # Below 2048 tokens in a prefill graph, above outside; dense only where several short prompts make a large batch.
+    assert paths["graph"] and paths["sparse"] and not paths["masked"], paths

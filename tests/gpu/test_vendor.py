@@ -11,6 +11,7 @@ import torch
 
 from sglang_dsa_plugin import support
 from sglang_dsa_plugin.kernels.triton.slot_prefix import slot_prefix
+from sglang_dsa_plugin.kernels.vendor import fa3
 from sglang_dsa_plugin.ops import dense_mha, quant, sparse_mla
 from sglang_dsa_plugin.tools.check_judges import spread_of
 from tests.cpu.ops.bounds import assert_attention
@@ -20,7 +21,7 @@ SCALE = 192**-0.5
 
 
 # Those that are handed no sink: the adapter brings it in when the kernel has rounded its output already.
-SINK_AFTERWARDS = ("flash_mla_kv", "fa3", "trtllm", "trtllm_fp8")
+SINK_AFTERWARDS = ("fa3", "trtllm", "trtllm_fp8")
 
 
 def normal(*shape, seed=0):
@@ -122,6 +123,47 @@ def test_a_row_does_not_depend_on_the_batch(impl, layout, rows):
         assert (out[r].float() - alone[0].float()).abs().max() < 0.02
 
 
+@pytest.mark.parametrize("heads", [8, 64, 128])
+@pytest.mark.parametrize("k", [2048, 300])
+@pytest.mark.parametrize("rows", [1, 7, 64, 200, 1000])
+@pytest.mark.parametrize(("impl", "layout"), [row for row in SPARSE if row[0] != "trtllm"])
+def test_promised_picks(impl, layout, rows, k, heads):
+    """Valid picks first, then -1, some rows without any, as selection writes them and padding rows have them: output
+    with and without lse, with a sink, with queries in two parts, into `out`; nothing is read behind the picks, and no
+    cached row that is not picked changes anything, not even NaN in the first one.
+    """
+    skip_unless_here(impl, layout, heads)
+    generator = torch.Generator().manual_seed(rows + k)
+    lengths = torch.randint(0, k + 1, (rows,), generator=generator)
+    lengths[::5], lengths[-1], lengths[rows // 2] = 0, 0 if rows > 1 else 1, k
+    slots = torch.randint(1, 6400, (rows, k), generator=generator, dtype=torch.int32)
+    slots[torch.arange(k) >= lengths.unsqueeze(1)] = -1
+    q, kv, slots = normal_gpu(rows, heads, 576), cached(6400, layout), slots.cuda()
+    sink, lengths = normal(heads, seed=3).float().cuda(), lengths.int().cuda()
+    some = torch.arange(rows) % max(1, rows // 16) == 0 if rows > 64 else torch.ones(rows, dtype=torch.bool)
+    some = some.cuda()
+    poisoned = kv.clone()
+    poisoned[0].view(torch.uint8).fill_(255)
+    for sunk in ({}, {"sink": sink}):
+        with torch.device("cuda"):
+            want = sparse_mla.reference(q[some], kv, slots[some], SCALE, layout, **sunk)
+        spread = spread_of(q[some], kv, slots[some], SCALE, layout)
+        options = {"lengths": lengths, "prefix": True, "impl": impl, **sunk}
+        out, lse = sparse_mla.sparse_mla(q, kv, slots, SCALE, layout, **options)
+        rounded = 2 if sunk and impl in SINK_AFTERWARDS else 1
+        assert_attention((out[some], lse[some]), want, spread=spread, rounded=rounded)
+        assert (out[lengths == 0] == 0).all() and (lse[lengths == 0] == -torch.inf).all() and not out.isnan().any()
+        given = torch.full_like(out, 3.0)
+        latent = q[..., :512].transpose(0, 1).contiguous().transpose(0, 1)
+        for more in ({}, {"q_rope": q[..., 512:]}, {"out": given}):
+            query = latent if "q_rope" in more else q
+            alone, none = sparse_mla.sparse_mla(
+                query, poisoned, slots, SCALE, layout, **options, **more, with_lse=False
+            )
+            assert none is None and torch.equal(alone, out)
+        assert torch.equal(given, out)
+
+
 def test_packed_rows_with_large_and_small_powers_of_two():
     """U30: the scale of a block is an f32 power of two, far from 1 in real checkpoints."""
     skip_unless_here("flash_mla_kv", "fp8_656")
@@ -143,13 +185,21 @@ def test_trtllm_on_raw_fp8_rows():
 @pytest.mark.parametrize("rows", [1, 16, 64])
 @pytest.mark.parametrize(("impl", "layout"), SPARSE)
 def test_in_a_cuda_graph_as_eagerly(impl, layout, rows):
-    """Replays follow the picks, their number and the queries; two graphs of one shape do not share what they write."""
+    """Replays follow the picks, their number and the queries; two graphs of one shape do not share what they write.
+
+    In a graph FA3 splits rows by its schedule, so its bits are its own there, and its result is held to fp64.
+    """
     skip_unless_here(impl, layout, 64)
     q, kv = normal_gpu(rows, 64, 576), cached(6400, layout)
     slots, lengths = torch.zeros(rows, 2048, dtype=torch.int32).cuda(), torch.full((rows,), 2048).int().cuda()
 
     def step():
-        return sparse_mla.sparse_mla(q, kv, slots, SCALE, layout, lengths=lengths, impl=impl)
+        found = sparse_mla.sparse_mla(q, kv, slots, SCALE, layout, lengths=lengths, impl=impl)
+        kept = torch.where(torch.arange(2048, device="cuda") < lengths.unsqueeze(1), slots, -1)
+        lean, _ = sparse_mla.sparse_mla(
+            q, kv, kept, SCALE, layout, lengths=lengths, impl=impl, prefix=True, with_lse=False
+        )
+        return *found, lean
 
     for _ in range(2):
         step()
@@ -166,8 +216,56 @@ def test_in_a_cuda_graph_as_eagerly(impl, layout, rows):
         lengths.copy_(torch.randint(0, 2049, (rows,), generator=torch.Generator().manual_seed(trial)))
         graph, replayed = graphs[trial % 2]
         graph.replay()
-        for a, b in zip(replayed, step()):
+        first = [one.clone() for one in replayed]
+        if impl == "fa3":
+            graph.replay()
+            with torch.device("cuda"):
+                want = sparse_mla.reference(q, kv, slots, SCALE, layout, lengths=lengths)
+            spread = spread_of(q, kv, slots, SCALE, layout, lengths=lengths)
+            assert_attention(first[:2], want, spread=spread)
+            assert torch.equal(first[0], first[2])
+        for a, b in zip(first, replayed if impl == "fa3" else step()):
             assert torch.equal(a.nan_to_num(neginf=-7), b.nan_to_num(neginf=-7))
+
+
+@pytest.mark.parametrize("heads", [8, 64, 128])
+@pytest.mark.parametrize("rows", [1, 16, 64, 200, 512])
+def test_layers_of_a_graph_share_fa3s_schedule(rows, heads):
+    """The counter in it is where it was after every call: each layer is right, at every replay, whatever the lengths
+    and the other graph did.
+    """
+    skip_unless_here("fa3", "bf16_1152", heads)
+    layers = [normal_gpu(rows, heads, 576, seed=seed) for seed in range(3)]
+    kv, lengths = cached(6400, "bf16_1152"), torch.full((rows,), 1024).int().cuda()
+    picked = torch.randint(0, 6400, (rows, 1024), generator=torch.Generator().manual_seed(rows)).int().cuda()
+    slots = picked.clone()
+
+    def step():
+        options = {"lengths": lengths, "prefix": True, "impl": "fa3"}
+        return [sparse_mla.sparse_mla(q, kv, slots, SCALE, "bf16_1152", **options) for q in layers]
+
+    step()
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    found = []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            found.append(step())
+    assert len(fa3._recorded) == 1
+    some = torch.arange(rows, device="cuda") % max(1, rows // 8) == 0
+    for trial in range(3):
+        generator = torch.Generator().manual_seed(trial)
+        lengths.copy_(torch.randint(0, 1025, (rows,), generator=generator) if trial else torch.full((rows,), 1024))
+        slots.copy_(torch.where(torch.arange(1024, device="cuda") < lengths.unsqueeze(1), picked, -1))
+        for graph, results in zip(graphs, found):
+            for out, lse in results:
+                out.fill_(torch.nan), lse.fill_(torch.nan)
+            graph.replay()
+            for q, (out, lse) in zip(layers, results):
+                with torch.device("cuda"):
+                    want = sparse_mla.reference(q[some], kv, slots[some], SCALE, "bf16_1152")
+                spread = spread_of(q[some], kv, slots[some], SCALE, "bf16_1152")
+                assert_attention((out[some], lse[some]), want, spread=spread)
+                assert not out.isnan().any() and not lse.isnan().any()
 
 
 @pytest.mark.parametrize("k", [1, 63, 2048, 2051, 5000])
@@ -177,7 +275,7 @@ def test_slots_in_front(rows, k):
     if rows * k > 2**28:
         pytest.skip("memory")
     slots = torch.randint(-200, 1200, (rows, k), generator=torch.Generator("cuda").manual_seed(k), device="cuda")
-    found, counts = slot_prefix(slots, 1000, None, -1, 64)
+    found, counts = slot_prefix(slots, 1000, None, -1, 64, never_empty=True)
     valid = (slots >= 0) & (slots < 1000)
     assert torch.equal(counts, valid.sum(1).int())
     order = torch.sort(~valid, dim=1, stable=True).indices

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.server.harness import ModelSpec, ServerSpec
+from tests.server.harness import GPU, ModelSpec, ServerSpec
 
 V32 = ModelSpec.of("deepseek_v32")
 YARN = ModelSpec.of("deepseek_v32", rope="yarn")
@@ -12,17 +12,24 @@ MODELS = {"v32": V32, "yarn": YARN, "glm": GLM}
 
 # With it SGLang's own sparse attention raises when it is called, in every process (probe/sitecustomize.py).
 PROBE = str(Path(__file__).parent / "probe")
+# With it every prefill runs as between the segments of a CUDA graph.
+GRAPH_PROBE = str(Path(__file__).parent / "graph_probe")
 F32 = ("--dtype", "float32")
 CHUNKED = ("--chunked-prefill-size", "128")
 RETRACT = (("SGLANG_TEST_RETRACT", "1"),)
+# Ranks on GPUs exchange their sums by NCCL alone: what is tested are their picks, caches and graphs, and the faster
+# ways between GPUs may use NVLink multicast, which a borrowed host can forbid.
+NCCL_ALONE = ("--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion")
+TP2 = ("--tp-size", "2", *(NCCL_ALONE if GPU else ()))
 # How a server may differ without any effect on its answers.
 FORMS = {
     "plain": ((), ()),
     "chunked": (CHUNKED, ()),
     "retracting": ((), RETRACT),
-    "tp2": (("--tp-size", "2"), ()),
+    "tp2": (TP2, ()),
     "pp2": (("--pp-size", "2"), ()),
     "masked": ((), (("SGLANG_DSA_PLUGIN_MASKED_PREFILL", "on"),)),
+    "graph": ((), (("PYTHONPATH", GRAPH_PROBE),)),
 }
 
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from importlib import import_module
 
-MODULES = ("classes", "arguments", "cpu_backend", "cpu_fp8_blocks", "cpu_rope", "kv_sizing", "warmup", "last_check")
+MODULES = (
+    "classes",
+    "arguments",
+    "cpu_backend",
+    "cpu_fp8_blocks",
+    "cpu_rope",
+    "float32_experts",
+    "kv_sizing",
+    "warmup",
+    "last_check",
+)
 
 
 def register_all() -> list[str]:

@@ -21,6 +21,7 @@ from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
 from sglang_dsa_plugin import plan, settings
+from sglang_dsa_plugin.backend import dense_fallback
 from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
 from sglang_dsa_plugin.config import DsaConfig, UnsupportedModel, is_dsa_config
 from sglang_dsa_plugin.kernel_flags import KernelFlags, declared
@@ -128,17 +129,39 @@ def _user_values(server_args: Any) -> dict[str, Any]:
 
 
 def _captured_phases(server_args: Any, serving: plan.ServingPlan) -> Any:
-    """SGLang's CUDA graph settings without the phases that cannot be captured.
+    """SGLang's CUDA graph settings with what of them is served.
 
-    Decode is captured where every operator runs without a look at values on the host. Prefill stays outside: dense or
-    sparse is chosen batch by batch, from lengths.
+    Decode is captured where every operator runs without a look at values on the host. Prefill may use SGLang's
+    breakable graphs, whose segments hold everything but the indexer and attention; those of GRAPH_SIZES unless the user
+    names others. A float32 model has operators in torch that no graph can hold.
+
+    Raises plan.Refusal where the user asks for prefill graphs of another kind.
     """
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
-    graphs = with_phase(resolving_view(server_args).cuda_graph_config, Phase.PREFILL, backend=Backend.DISABLED)
+    config = resolving_view(server_args)
+    graphs = config.cuda_graph_config
     if not serving.capturable:
         graphs = with_phase(graphs, Phase.DECODE, backend=Backend.DISABLED)
-    return graphs
+    given, why_not = server_args._cuda_graph_config_locked, None
+    if config.pp_size > 1:
+        why_not = f"they are not served with --pp-size {config.pp_size} yet"
+    elif model_config_of(server_args).dtype == torch.float32:
+        why_not = "a float32 model runs operators that none can hold"
+    if why_not and (Phase.PREFILL, "backend") in given and graphs.prefill.backend != Backend.DISABLED:
+        logger.warning("prefill runs outside CUDA graphs: %s", why_not)
+    if not torch.cuda.is_available() or why_not or graphs.prefill.backend == Backend.DISABLED:
+        return with_phase(graphs, Phase.PREFILL, backend=Backend.DISABLED)
+    if graphs.prefill.backend != Backend.BREAKABLE:
+        raise plan.Refusal(
+            f"--cuda-graph-backend-prefill {graphs.prefill.backend} is not served for DSA models by sglang-dsa-plugin: "
+            "picks are chosen between the segments of a prefill graph; use breakable or disabled"
+        )
+    if (Phase.PREFILL, "max_bs") in given or (Phase.PREFILL, "bs") in given:
+        return graphs
+    largest = min(graphs.prefill.max_bs, dense_fallback.GRAPH_TOKENS)
+    sizes = [tokens for tokens in dense_fallback.GRAPH_SIZES if tokens <= largest]
+    return with_phase(graphs, Phase.PREFILL, bs=sizes, max_bs=largest)
 
 
 def _float32_operators() -> None:

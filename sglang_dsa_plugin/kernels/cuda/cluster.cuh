@@ -22,25 +22,20 @@ __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// A barrier of all blocks of the cluster in two halves, by all threads: behind the second all blocks have come to the
+// first and initialised their barriers. Nothing else of theirs can be seen: see store_to of copies.cuh for that.
+__device__ __forceinline__ void cluster_arrive() {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+    __syncwarp();
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 __device__ __forceinline__ u32 address_in(const void* p, u32 block) {
     u32 there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"((u32)__cvta_generic_to_shared(p)), "r"(block));
     return there;
-}
-
-__device__ __forceinline__ int load_from(const int* p, u32 block) {
-    int x;
-    asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(x) : "r"(address_in(p, block)));
-    return x;
-}
-
-__device__ __forceinline__ int4 load4_from(const int* p, u32 block) {
-    int4 x;
-    asm volatile("ld.shared::cluster.v4.s32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address_in(p, block)));
-    return x;
-}
-
-__device__ __forceinline__ void store_to(int* p, u32 block, int x) {
-    asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(address_in(p, block)), "r"(x) : "memory");
 }

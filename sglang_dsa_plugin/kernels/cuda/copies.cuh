@@ -27,6 +27,39 @@ __device__ __forceinline__ void copy(void* to, const void* from, u32 bytes, bool
     }
 }
 
+// By one thread, once for each round of a barrier that others' stores tell: how many bytes it is to wait for.
+__device__ __forceinline__ void expect(Barrier& b, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&b)), "r"(bytes)
+                 : "memory");
+}
+
+// Stores to the same places of another block of the cluster, which tell its barrier. Unlike a cluster barrier they make
+// no thread wait until all that it wrote, to memory too, can be seen. That block must not end before they have come; a
+// launch without clusters has no such instruction.
+__device__ __forceinline__ void store_to(int4* p, u32 block, const int4& x, Barrier& b) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.s32 [%0], {%1, %2, %3, %4}, [%5];"
+                 ::"r"(address_in(p, block)), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(address_in(&b, block))
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_to(int2* p, u32 block, const int2& x, Barrier& b) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.s32 [%0], {%1, %2}, [%3];"
+                 ::"r"(address_in(p, block)), "r"(x.x), "r"(x.y), "r"(address_in(&b, block)) : "memory");
+}
+
+__device__ __forceinline__ void store_to(int* p, u32 block, int x, Barrier& b) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];"
+                 ::"r"(address_in(p, block)), "r"(x), "r"(address_in(&b, block)) : "memory");
+}
+
+// Until the stores of all blocks have come, as `wait`.
+__device__ __forceinline__ void wait_for_stores(Barrier& b, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nagain:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n}" ::"r"(shared_address(&b)), "r"(parity) : "memory");
+}
+
 // Until as many copies have come as leave this parity.
 __device__ __forceinline__ void wait(Barrier& b, u32 parity) { barrier_wait(shared_address(&b), parity); }
 
@@ -38,3 +71,11 @@ __device__ __forceinline__ void copy16(void* to, const void* from) {
 
 // Until those of this thread have come.
 __device__ __forceinline__ void wait16() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Four floats, past the L1 cache, too.
+__device__ __forceinline__ float4 load16(const float4* from) {
+    float4 x;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(from) : "memory");
+    return x;
+}

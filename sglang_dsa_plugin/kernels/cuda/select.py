@@ -177,7 +177,15 @@ def form(shape: tables.SelectShape | tables.ManyShape, write: int, page_size: in
     """The kernel of a launch: source, name, macros and dynamic shared memory."""
     both: dict[str, int | str] = {"THREADS": shape.threads, "BLOCKS": shape.blocks, "PAGE": page_size, "WRITE": write}
     if isinstance(shape, tables.SelectShape):
-        return SOURCE, NAME, both | {"CLUSTER": shape.cluster, "HELD": shape.held}, 0
+        few = {
+            "CLUSTER": shape.cluster,
+            "BATCH": shape.batch,
+            "HELD": int(shape.held),
+            "LISTED": shape.listed,
+            "PAGES": shape.pages,
+            "SHARED": shape.shared_bytes,
+        }
+        return SOURCE, NAME, both | few, shape.shared_bytes
     macros = {
         "BATCH": shape.batch,
         "STRATA": shape.strata,

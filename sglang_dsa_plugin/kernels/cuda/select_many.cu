@@ -76,11 +76,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_many_rows(
     if (lane == 0) barrier_init(sh.arrived[warp]);
     wait_for_earlier();
 
+    const Target to = target_of(out, slots_out, table, table_stride, requests, offsets, row, k, wide);
     const float* line = scores + row * stride;
     const int length = window_of(line, lengths, starts, row, width, wide);
     if (length <= k) let_next_start();
 
-    const Target to = target_of(out, slots_out, table, table_stride, requests, offsets, row, k, wide);
     put_undecided(to, length, k, init, local, thread, THREADS);
     const int want = k - init - local;
     if (length <= k || want == 0) return;

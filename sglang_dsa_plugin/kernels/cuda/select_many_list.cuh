@@ -19,24 +19,6 @@ struct Chunks {
     }
 };
 
-// Flags of the scores above `passed` among this thread's 4 * BATCH neighbours, the first in the highest bit.
-__device__ __forceinline__ u32 flags_of(const float* own, float passed) {
-    const int lane = threadIdx.x & 31, turned = BATCH == 8 ? lane & 7 : lane / 2 & 3;  // so that each bank is read once
-    u32 flags = 0;
-#pragma unroll
-    for (int i = 0; i < BATCH; i++) {
-        const float4 x = ((const float4*)own)[i ^ turned];
-        flags = __funnelshift_l(difference(passed, x.x), flags, 1);
-        flags = __funnelshift_l(difference(passed, x.y), flags, 1);
-        flags = __funnelshift_l(difference(passed, x.z), flags, 1);
-        flags = __funnelshift_l(difference(passed, x.w), flags, 1);
-    }
-    if (turned & 1) flags = (flags & 0x0f0f0f0fu) << 4 | (flags >> 4 & 0x0f0f0f0fu);
-    if (turned & 2) flags = __byte_perm(flags, 0, 0x2301);
-    if (BATCH == 8 && turned & 4) flags = __byte_perm(flags, 0, 0x1032);
-    return flags << (32 - 4 * BATCH);
-}
-
 // What lies above `passed` to the list, if there is room; sh.count tells for how much there should have been.
 __device__ __forceinline__ void collect(Shared& sh, const Stretch& r, Chunks& chunks, float passed) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
@@ -46,17 +28,9 @@ __device__ __forceinline__ void collect(Shared& sh, const Stretch& r, Chunks& ch
         wait(sh.arrived[warp], chunks.turn & 1);
         u32 flags = flags_of(own, passed);
         const int u = 4 * (chunks.vector0 + j * CHUNK + BATCH * lane);
-        if (j == 0 || j == chunks.number - 1) {
-            const int low = max(r.first - u, 0), high = max(r.end - u, 0);
-            flags &= (low < 32 ? 0xffffffffu >> low : 0) & ~(high < 32 ? 0xffffffffu >> high : 0);
-        }
-        const int mine = __popc(flags);
-        int upto = mine, begin = 0;
-#pragma unroll
-        for (int o = 1; o < 32; o *= 2) {
-            const int more = __shfl_up_sync(ALL, upto, o);
-            if (lane >= o) upto += more;
-        }
+        if (j == 0 || j == chunks.number - 1) flags = within(flags, u, r.first, r.end);
+        const int mine = __popc(flags), upto = sum_upto(mine);
+        int begin = 0;
         if (lane == 31) {
             begin = atomicAdd(&sh.count, upto);
             sh.chunk[j] = (u32)begin << 11 | upto;

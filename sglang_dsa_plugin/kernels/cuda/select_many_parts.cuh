@@ -2,12 +2,11 @@
 
 #include "select_scores.cuh"
 #include "select_picks.cuh"
-#include "compare.cuh"
+#include "select_flags.cuh"
 #include "copies.cuh"
 
 #define BINS 2048                   // 11 bits of a key at a time
 #define FEW 32                      // keys that a warp ranks at once
-#define CHUNK (32 * BATCH)          // vectors that a warp looks at together
 #define WIDE 4                      // entries of the list that a thread looks at together
 #define LEAST_NUMBER (-INF_KEY)     // the key of -inf
 
@@ -49,12 +48,7 @@ __device__ __forceinline__ void find_bin(Shared& sh, int need) {
         number[i] = four.x, number[i + 1] = four.y, number[i + 2] = four.z, number[i + 3] = four.w;
         own += four.x + four.y + four.z + four.w;
     }
-    int upto = own;
-#pragma unroll
-    for (int o = 1; o < 32; o *= 2) {
-        const int more = __shfl_up_sync(ALL, upto, o);
-        if (lane >= o) upto += more;
-    }
+    const int upto = sum_upto(own);
     if (lane == 31) sh.sums[warp] = upto;
     __syncthreads();
     int above = upto - own + __reduce_add_sync(ALL, lane < warp ? sh.sums[lane] : 0);

@@ -1,14 +1,14 @@
-// Parts of select.cu: what a block shares, how scores are read again and picks are written.
+// Parts of select.cu: what a block shares, how candidates are looked at and picks are written.
 
 #include "select_scores.cuh"
 #include "select_picks.cuh"
+#include "select_flags.cuh"
+#include "copies.cuh"
 
-#define BINS 2048
-#define GROUP 16              // bins that are summed over the cluster together first
-#define COARSE (BINS / GROUP)
+#define BINS 256
+#define EACH (BINS / 32)      // bins that a thread of a warp looks at
+#define GROUPS 128            // bins of the sample
 #define LIST 256              // members of a bin that are ranked at once
-#define BATCH 4               // vectors in flight where they are not held
-#define PAGES 4096            // entries of the page table that a block's stretch may take
 
 // What is known of the k-th best: `above` scores come before all `members`, one of which it is. The same for what lies
 // in the stretches of earlier blocks.
@@ -17,46 +17,59 @@ struct Place {
     int members, members_before;
 };
 
+#if HELD
+typedef unsigned short Entry;  // a score's place in the warp's stretch, which the ring holds
+#else
+typedef int2 Entry;            // a score's bits and its element
+#endif
+
 struct Shared {
-    int fine[2][BINS];        // counts by bin, of this block's stretch
-    int coarse[2][COARSE];    // the same by GROUP bins
+    alignas(128) float ring[WARPS][4 * CHUNK];  // a chunk of the row for each warp
+    union {
+        alignas(16) Entry candidates[WARPS][LISTED];  // of each warp, ascending
+        int spare[CLUSTER][BINS];   // as `received`, once the candidates are not looked at any more
+    };
+    alignas(16) int received[CLUSTER][BINS];  // counts by bin, of all blocks
+    alignas(16) int fine[BINS];     // of this block
+    alignas(16) int groups[GROUPS]; // counts of the sample
+    int2 ranges[CLUSTER];     // lowest and highest key of the members of each block
+    Barrier arrived[WARPS];   // copies to the ring
+    Barrier counted[2], listed, ranged;  // what other blocks store: counts, in two places in turn, the list, ranges
     int list[LIST];           // keys of the chosen bin's members, of all blocks in their order
     int warp_of[LIST];        // of this block's members
     int lowest[WARPS], highest[WARPS];
     int above[WARPS], equal[WARPS];
-    int ranges[2][16];        // lowest and highest key of the members of each block
     int found[8];
     Place place;
     int count;                // of this block's members
     int pages[PAGES];         // entries of the page table for this block's stretch
 };
+static_assert(sizeof(Shared) <= SHARED, "more shared memory than the launch gives");
+static_assert(!HELD || LISTED == 4 * CHUNK, "where all scores are held, their list has room for all");
 
-// f(number, first element, four scores) for each of this thread's vectors, and done(first element of number 0) after
-// every few, when numbers begin again; a warp's threads go together, in ascending position.
-template <class F, class D>
-__device__ __forceinline__ void sweep(const Stretch& r, const float4* held, F f, D done) {
-#if HELD
-#pragma unroll
-    for (int s = 0; s < HELD; s++)
-        if (s < r.steps) f(s, 4 * (r.vector + 32 * s), held[s]);
-    done(4 * r.vector);
-#else
+// f(element, score) for this warp's `number` candidates, or, where there is no list (-1), for all its scores. The
+// warp's threads go together, in ascending position; a score that does not compete is NaN.
+template <class F>
+__device__ __forceinline__ void each(const Stretch& r, const Entry* candidates, int number, F f) {
+    const int lane = threadIdx.x & 31, first = 4 * (r.vector - lane), end = number < 0 ? 128 * r.steps : number;
 #pragma unroll 1
-    for (int s = 0; s < r.steps; s += BATCH) {
-        float4 x[BATCH];
-#pragma unroll
-        for (int i = 0; i < BATCH; i++)
-            if (s + i < r.steps) x[i] = load_scores(r, r.vector + 32 * (s + i));
-        if (r.edge) {
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) cut(r, r.vector + 32 * (s + i), x[i]);
+    for (int i = lane; i - lane < end; i += 32) {
+        int u = first + i;
+        float x = __int_as_float(0x7fc00000);
+#if HELD
+        if (number >= 0) u = i < number ? first + candidates[i] : r.end;
+        if (competes(r, u)) x = r.base[u];
+#else
+        if (number >= 0) {
+            const int2 entry = candidates[min(i, number - 1)];
+            u = entry.y;
+            if (i < number) x = __int_as_float(entry.x);
+        } else if (competes(r, u)) {
+            x = r.base[u];
         }
-#pragma unroll
-        for (int i = 0; i < BATCH; i++)
-            if (s + i < r.steps) f(i, 4 * (r.vector + 32 * (s + i)), x[i]);
-        done(4 * (r.vector + 32 * s));
-    }
 #endif
+        f(u, x);
+    }
 }
 
 // Position p to place i of the picks.

@@ -35,13 +35,27 @@ __device__ __forceinline__ void put(const Target& to, int i, int position, int s
 // All of a row not longer than k, else the forced ones. first, step: the places of this thread.
 __device__ __forceinline__ void put_undecided(const Target& to, int length, int k, int init, int local, int first,
                                               int step) {
-    if (length > k && init + local == 0) return;
+    if (length > k) {
 #pragma unroll 1
-    for (int i = first; i < k; i += step) {
-        const bool late = i >= k - local;
-        if (length > k && i >= init && !late) continue;
-        const int p = length > k && late ? length - k + i : i < length ? i : -1;
-        const int slot = WRITE != POSITIONS && p >= 0 ? slot_of(to, p) : -1;
-        put(to, i, p < 0 ? -1 : p + to.offset, slot);
+        for (int i = first; i < init + local; i += step) {
+            const int p = i < init ? i : length - local + i - init;
+            put(to, i < init ? i : k - local + i - init, p + to.offset, WRITE != POSITIONS ? slot_of(to, p) : -1);
+        }
+        return;
+    }
+    // A few places at a time: their pages are on the way together.
+#pragma unroll 1
+    for (; first < k; first += 4 * step) {
+        int slot[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int p = first + j * step;
+            slot[j] = WRITE != POSITIONS && p < length ? slot_of(to, p) : -1;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int p = first + j * step;
+            if (p < k) put(to, p, p < length ? p + to.offset : -1, slot[j]);
+        }
     }
 }

@@ -19,7 +19,6 @@ struct Stretch {
     int first, end;           // elements that compete: forced picks do not
     int vector;               // this thread's first
     int steps;                // this warp's: vectors of 32 threads
-    bool edge;                // some of this warp's elements do not compete
 };
 
 __device__ __forceinline__ int load_int(const void* p, long long i, bool wide) {

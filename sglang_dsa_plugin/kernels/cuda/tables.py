@@ -11,11 +11,13 @@ from sglang_dsa_plugin.support_row import CLUSTER_SMS, INDEX_MAX_K, MANY_ROWS, M
 # Where select.cu was measured faster than the Triton kernels; elsewhere it is taken by name.
 SELECT_MEASURED_SMS = frozenset({90})
 
-_MOST_PAGES = 4096  # PAGES of select_parts.cuh
 _BINS = 2048  # BINS of select_many_parts.cuh
 _MOST_COLUMNS = (1 << 20) + 1024
-_LONG = 32 * 1024  # columns from which on select_many.cu is taken for fewer rows, too
+_MEDIUM, _LONG = 24 * 1024, 32 * 1024 + 3  # columns past which select_many.cu is taken for fewer rows, too
+_PAIRED = 64 * 1024  # columns past which blocks of a cluster may share a processor
 _ROUND = 4 * 512  # scores that the smallest block looks at together
+_LARGE_KIB = 160  # of shared memory, from which on two blocks find room
+_BATCHES = (1, 2, 4, 8)
 _SIXTEEN_SMS = frozenset({90, 100, 103})  # whose clusters may have 16 blocks
 
 
@@ -23,19 +25,36 @@ _SIXTEEN_SMS = frozenset({90, 100, 103})  # whose clusters may have 16 blocks
 class SelectShape:
     """One launch of select.cu.
 
-    threads: of a block. cluster: blocks that share a row, a power of two. held: vectors of four scores that a thread
-    keeps in registers; 0 reads them again. blocks: that share a processor.
+    threads: of a block. cluster: blocks that share a row, a power of two. batch: vectors of four scores that a thread
+    looks at together: 1, 2, 4 or 8. held: shared memory has room for all scores of a block. listed: candidates that a
+    warp has room for. blocks: that share a processor.
     """
 
     threads: int
     cluster: int
-    held: int
+    batch: int
+    held: bool
+    listed: int
     blocks: int
+
+    @property
+    def pages(self) -> int:
+        """Entries of the page table that a block has room for."""
+        return 1024 if self.batch == 8 else 4096
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a block: scores, candidates, bins, members of one, pages, and what is small."""
+        warps, counts = self.threads // 32, 4 * 256 * self.cluster  # 256: BINS of select_parts.cuh
+        scores = self.threads * 16 * self.batch
+        listed = max((2 if self.held else 8) * self.listed * warps, counts)
+        small = 4 * 256 + 4 * 128 + 8 * self.cluster + 24 * warps + 2 * 4 * 256 + 4 * self.pages + 128
+        return -(-(scores + listed + counts + small) // 128) * 128
 
     def serves(self, width: int, page_size: int) -> bool:
         """Whether a block's part of the page table fits its memory."""
         most_columns = 4 * self.threads * -(-(width + 6) // (4 * self.threads * self.cluster))
-        return most_columns // page_size + 2 <= _MOST_PAGES
+        return most_columns // page_size + 2 <= self.pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,37 +99,52 @@ def prefers_select(gpu: Gpu, rows: int, width: int, k: int, page_size: int) -> b
 def launch_shape(gpu: Gpu, rows: int, columns: int, k: int, page_size: int) -> SelectShape | ManyShape | None:
     """The launch for so many rows of up to `columns` columns, None where no kernel of here can run."""
     shapes = [many_shape(gpu, columns, k)]
-    if rows < (MORE_ROWS if columns >= _LONG else MANY_ROWS):
+    if rows <= _few_rows(gpu, columns):
         shapes.insert(0, select_shape(gpu, rows, columns))
     return next((shape for shape in shapes if shape is not None and shape.serves(columns, page_size)), None)
+
+
+def _few_rows(gpu: Gpu, columns: int) -> int:
+    """Rows up to which select.cu is taken. H200, 2026-11-30, microseconds, here / select_many.cu: 64 rows of 32K 11.2 /
+    13.2, of 128K 45 / 24; 200 rows, a block each, 12.9 of 8K and 34 of 24K / 13.0 and 20.6 for 255 of 8K and 32K.
+    """
+    if columns > _LONG:
+        return min(MORE_ROWS - 1, gpu.processors)
+    return gpu.processors if columns <= _MEDIUM else gpu.processors // 2
 
 
 @functools.lru_cache(maxsize=4096)
 def select_shape(gpu: Gpu, rows: int, columns: int) -> SelectShape | None:
     """The launch for rows of up to `columns` columns, None where the kernel cannot run.
 
-    H200, 2026-11-30, k 2048, microseconds with T threads, clusters of C, at 8K / 32K / 128K columns: 1 row T512 C4 6.1,
-    C8 6.8 / 7.6 / 12.9, C16 7.6 / 9.9 from 32K on, T1024 C2 7.7, C8 - / 9.0 / 12.1; 16 rows T512 C4 6.3, C8 8.1 / 9.9 /
-    19.5, T1024 C4 7.9 / 9.9 / 19.7; 64 rows T512 C2 7.7 / 14.8 / 47, C4 12.7 / 17.7 / 51, T1024 C2 8.5 / 12.6 / 34.
-    With eight vectors held two blocks of 512 threads spill 292 bytes a thread; one block alone, without spills, takes
-    22.3 for 16 rows of 128K.
+    H200, 2026-11-30, k 2048, positions and slots, microseconds with T threads, clusters of C and batches of B: 1 row of
+    8K T512 C4 B1 5.7, B2 5.9, T256 C8 B1 5.7; of 32K T512 C8 B2 6.4, B4 6.5, C16 B1 6.8, T256 C8 B4 6.6; of 128K T512
+    C16 B4 7.3, C8 B8 7.3, T256 C16 B8 7.6. 16 rows of 8K T512 C4 B1 6.9, T256 C8 B1 7.4; of 32K T512 C4 B4 7.8, C2 B8
+    8.3, C8 B2 8.9; of 128K T512 C8 B8 11.7, B4 in two turns 11.4, T1024 C4 B8 11.7. 24 rows of 160K T512 C8 B4 13.4, B8
+    14.3; 40 of 64K T1024 C2 B8 13.2, T512 C4 B8 17.5; 64 of 8K T512 C2 B2 8.1, B4 8.5, C4 B1 13.0, of 32K T1024 C2 B4
+    11.2, T512 C2 B8 11.5; 100 of 24K T512 C2 B8 13.0. Blocks that share a processor gain only where rows are long.
     """
     if gpu.kind != "cuda" or gpu.sm not in CLUSTER_SMS:
         return None
-    # Two blocks of 512 threads a processor. A row is split while each block has scores for all its threads; in two
-    # rounds of scores on 8 blocks 16 gain nothing.
+    # A row is split while each block has scores for all its threads; where 8 blocks hold all scores 16 gain nothing.
     threads, cluster = 512, 1
     while (
         cluster < 16
-        and 4 * threads * cluster * (2 if cluster == 8 else 1) < columns
-        and _run_at_once(gpu, rows, 2 * cluster)
+        and 4 * threads * cluster * (8 if cluster == 8 else 1) < columns
+        and _run_at_once(gpu, rows, columns, 2 * cluster)
     ):
         cluster *= 2
     if cluster == 2 and 4 * threads * 4 < columns and 2 * rows <= gpu.processors:
         threads = 1024  # clusters of four would not all run at once: as many threads in clusters of two
+    blocks = _blocks(gpu, threads)
     steps = -(-columns // (4 * threads * cluster))
-    held = 4 if steps <= 4 else 8 if steps <= 8 and threads == 512 else 0
-    return SelectShape(threads, cluster, held, 1024 // threads)
+    whole = next((batch for batch in _BATCHES if steps <= batch), 4)
+    for batch in reversed(_BATCHES):
+        held = steps <= batch
+        shape = SelectShape(threads, cluster, batch, held, 128 * batch if held else min(128 * batch, 256), blocks)
+        if batch <= whole and shape.shared_bytes <= _room(gpu, blocks):
+            return shape
+    return None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -125,13 +159,12 @@ def many_shape(gpu: Gpu, columns: int, k: int) -> ManyShape | None:
     most = columns + 6  # a row begins anywhere in a group of four
     if gpu.kind != "cuda" or gpu.sm not in CLUSTER_SMS or most > _MOST_COLUMNS:
         return None
-    threads, large = 512, gpu.shared_kib >= 160
+    threads, large = 512, gpu.shared_kib >= _LARGE_KIB
     blocks, batch = 2 if large else 1, 8 if large and k <= 2048 else 4
     strata = 512 if columns <= 48 * 1024 else 1024
     chunks = next(n for n in (1088 // batch, 8448 // batch) if most <= n * 128 * batch)
     bare = ManyShape(threads, blocks, batch, strata, 0, chunks, strata > 512)
-    # A processor has 1 KiB more than a block may have, and keeps 1 KiB for each.
-    room = (gpu.shared_kib + 1) * 1024 // blocks - 1024 - bare.shared_bytes
+    room = _room(gpu, blocks) - bare.shared_bytes
     return dataclasses.replace(bare, listed=room // 8 // 32 * 32)
 
 
@@ -146,11 +179,24 @@ def select_shapes(gpu: Gpu, columns: int, k: int, page_size: int) -> tuple[Selec
     return tuple(dict.fromkeys(shape for shape in found if shape is not None))
 
 
-def _run_at_once(gpu: Gpu, rows: int, cluster: int) -> bool:
+def _blocks(gpu: Gpu, threads: int) -> int:
+    """Blocks of select.cu that share a processor."""
+    return 1024 // threads if gpu.shared_kib >= _LARGE_KIB else 1
+
+
+def _room(gpu: Gpu, blocks: int) -> int:
+    """Bytes of shared memory for each of so many blocks: a processor has 1 KiB more than a block may have, and keeps
+    1 KiB for each.
+    """
+    return (gpu.shared_kib + 1) * 1024 // blocks - 1024
+
+
+def _run_at_once(gpu: Gpu, rows: int, columns: int, cluster: int) -> bool:
     """Whether a cluster of `cluster` blocks of 512 threads a row all fit: a row that waits doubles the time. Clusters
     lie within a group of some 16 processors, so the larger they are, the more places stay empty.
     """
-    places = 2 * gpu.processors
+    shared = columns > _PAIRED or cluster == 2
+    places = gpu.processors * (_blocks(gpu, 512) if shared else 1)
     if cluster == 16:
         return gpu.sm in _SIXTEEN_SMS and 32 * rows <= gpu.processors
     return rows * cluster <= (places if cluster == 2 else places * 3 // 4)

@@ -1,7 +1,9 @@
-"""What the adapters of sparse attention share: empty calls, whole pages, and the operator's rules for a result.
+"""What the adapters of sparse attention share: empty calls, picks in front, whole pages, the operator's rules for rows
+without a pick and for a sink.
 
-Rows without a valid pick have output 0 and lse -inf, whatever a kernel gave for the slot it was handed in their place,
-and the sink is added here, because packages differ in whether their lse holds it.
+Each launch that an adapter adds costs one to two microseconds of some forty, and a pass over the output of a prefill a
+tenth of a millisecond. So what a caller promises or does not ask for (`prefix`, `with_lse`) is left out, and a decode
+step launches the package's own kernels and nothing else.
 """
 
 from __future__ import annotations
@@ -25,9 +27,32 @@ def nothing(q: torch.Tensor, slots: torch.Tensor, kv_rows: torch.Tensor, out: to
     return out, torch.full((rows, heads), -math.inf, dtype=torch.float32, device=q.device)
 
 
-def padded_heads(q: torch.Tensor, heads: int) -> torch.Tensor:
-    """q [R, H, 576] with heads of zeros up to `heads`; contiguous."""
-    return (q if q.shape[1] == heads else pad(q, (0, 0, 0, heads - q.shape[1]))).contiguous()
+def picks_in_front(
+    slots: torch.Tensor,
+    cached: int,
+    lengths: torch.Tensor | None,
+    prefix: bool,
+    fill: int = -1,
+    multiple: int = 1,
+    never_empty: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`slot_prefix`, or slots [R, K] and lengths [R] as they are, int32 both, where they are promised to have its form.
+
+    Behind a row's picks is -1 then, whatever `fill`: for kernels that read nothing there.
+    """
+    as_wanted = slots.dtype == torch.int32 and slots.is_contiguous() and slots.shape[1] % multiple == 0
+    if prefix and lengths is not None and as_wanted and not never_empty:
+        return slots, lengths.to(torch.int32)
+    from sglang_dsa_plugin.kernels.triton.slot_prefix import slot_prefix
+
+    return slot_prefix(slots, cached, lengths, fill, multiple, never_empty)
+
+
+def aligned(q: torch.Tensor) -> torch.Tensor:
+    """q [R, H, D] of 16 bits, or a copy of it where not every head lies on a 16-byte bound."""
+    if q.stride(2) == 1 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0 and q.data_ptr() % 16 == 0:
+        return q
+    return q.clone(memory_format=torch.contiguous_format)
 
 
 def whole_pages(kv_rows: torch.Tensor) -> torch.Tensor:
@@ -41,25 +66,24 @@ def whole_pages(kv_rows: torch.Tensor) -> torch.Tensor:
 def finished(
     result: torch.Tensor,
     lse: torch.Tensor,
-    counts: torch.Tensor,
-    dtype: torch.dtype,
+    counts: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> Result:
-    """result [R, H, 512] without a sink and lse [R, H] natural log, as the operator gives them.
+    """result bf16 [R, H, 512] and lse f32 [R, H] natural log, without a sink, as the operator gives them.
 
-    counts [R]: valid picks. dtype: of q. sink f32 [H]: brought in here. out: where to write.
+    counts [R]: valid picks, for a kernel that was handed a slot where a row has none; None where its lse of such a row
+    is infinite. sink f32 [H]: brought in here. out: where to write.
     """
-    lse = lse.float()
-    if sink is not None:
-        none = (counts == 0).unsqueeze(1)
-        lse = torch.where(none, -math.inf, lse)
-        # 1 / (1 + exp(sink - lse)); a row without picks is 0 in any case.
-        result = result.float() * torch.sigmoid(lse - sink).unsqueeze(2)
-        result = result.masked_fill(none.unsqueeze(2), 0)
-    else:
-        from sglang_dsa_plugin.kernels.triton.empty_rows import clear_empty_rows
+    from sglang_dsa_plugin.kernels.triton.empty_rows import clear_empty_rows
 
-        # In the kernel's own tensors: a pass over the output of a prefill would be felt.
-        clear_empty_rows(result, lse, counts)
-    return result.to(dtype).contiguous() if out is None else out.copy_(result), lse
+    # In the kernel's own tensors: a pass over the output of a prefill would be felt.
+    clear_empty_rows(result, lse, counts, sink)
+    return written(result, out), lse
+
+
+def written(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """result [R, H, 512] itself, contiguous, or `out` with its values."""
+    if out is None:
+        return result.contiguous()
+    return out if out.data_ptr() == result.data_ptr() else out.copy_(result)

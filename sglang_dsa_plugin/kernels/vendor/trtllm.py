@@ -45,11 +45,11 @@ def sparse_mla(
         return empty
     from flashinfer.decode import trtllm_batch_decode_with_kv_cache_mla
 
-    from sglang_dsa_plugin.kernels.triton.slot_prefix import slot_prefix
-
     rows, heads, _ = q.shape
     fp8 = kv_rows.dtype == FP8
-    picked, counts = slot_prefix(slots, kv_rows.shape[0], lengths, multiple=_PICKS)
+    picked, counts = attention.picks_in_front(
+        slots, kv_rows.shape[0], lengths, False, multiple=_PICKS, never_empty=True
+    )
     query = q.clamp(-_E4M3_MAX, _E4M3_MAX).to(FP8) if fp8 else q
     row_scale = kv_scale if fp8 else 1.0
     pages = attention.whole_pages(kv_rows).unsqueeze(1)
@@ -77,7 +77,7 @@ def sparse_mla(
             return_lse=True,
             return_lse_base="basee",
         )
-    return attention.finished(result, lse, counts, q.dtype, sink, out)
+    return attention.finished(result, lse, counts, sink, out)
 
 
 _workspaces: dict[torch.device, torch.Tensor] = {}

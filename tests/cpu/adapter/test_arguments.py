@@ -6,11 +6,14 @@ import pytest
 
 pytest.importorskip("sglang")
 
+import torch
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, Phase, with_phase
 from sglang.srt.server_args import prepare_server_args
 
 from sglang_dsa_plugin import plan
 from sglang_dsa_plugin.adapter.hooks import arguments
 from sglang_dsa_plugin.adapter.hooks.arguments import BACKEND_FIELDS, NOT_SERVED, refuse_flags
+from sglang_dsa_plugin.backend.dense_fallback import GRAPH_SIZES
 
 CONFIG = types.SimpleNamespace(architecture="DeepseekV32ForCausalLM")
 # A value that asks for the feature, as the command line would give it.
@@ -90,3 +93,35 @@ def test_dsa_for_a_model_without_it_is_refused(monkeypatch, field, name):
     args = types.SimpleNamespace(**dict.fromkeys(BACKEND_FIELDS) | {field: name})
     with pytest.raises(ValueError, match=f"--{field.replace('_', '-')} {name}: Qwen has no index_topk"):
         arguments.adjust(args, lambda args: pytest.fail("the step ran"))
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Backend of the prefill graphs on a GPU, of a server that was told `backend`, and the graphs' tokens."""
+
+    def ask(backend, dtype=torch.bfloat16, pp_size=1):
+        graphs = with_phase(CudaGraphConfig(), Phase.PREFILL, backend=backend, bs=[4, 8192], max_bs=8192)
+        view = types.SimpleNamespace(cuda_graph_config=graphs, pp_size=pp_size)
+        monkeypatch.setattr(arguments, "resolving_view", lambda _: view)
+        monkeypatch.setattr(arguments, "model_config_of", lambda _: types.SimpleNamespace(dtype=dtype))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        server = types.SimpleNamespace(_cuda_graph_config_locked={(Phase.PREFILL, "backend")})
+        found = arguments._captured_phases(server, types.SimpleNamespace(capturable=True)).prefill
+        return found.backend, found.bs
+
+    return ask
+
+
+def test_prefill_graphs_are_breakable_or_refused(captured):
+    assert captured("breakable") == ("breakable", list(GRAPH_SIZES))
+    assert captured("disabled")[0] == "disabled"
+    with pytest.raises(
+        plan.Refusal, match=r"--cuda-graph-backend-prefill full is not served.*use breakable or disabled"
+    ):
+        captured("full")
+
+
+@pytest.mark.parametrize(("why", "told"), [("float32", {"dtype": torch.float32}), ("--pp-size 2", {"pp_size": 2})])
+def test_prefill_graphs_that_were_asked_for_in_vain_are_said_so(captured, caplog, why, told):
+    assert captured("breakable", **told)[0] == "disabled"
+    assert "prefill runs outside CUDA graphs" in caplog.text and why in caplog.text

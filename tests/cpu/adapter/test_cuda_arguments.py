@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_dsa_plugin.backend import dense_fallback
 from sglang_dsa_plugin.tools.make_model import make_model
 from tests.server.harness import make_llama
 
@@ -43,6 +44,10 @@ def resolved(tmp_path_factory):
         "llama on": (llama,),
         "dsa on": (dsa,),
         "dsa float32": (dsa, "--dtype", "float32"),
+        "dsa few tokens": (dsa, "--max-total-tokens", "1024"),
+        "dsa asked for": (dsa, "--cuda-graph-max-bs-prefill", "4096"),
+        "dsa no prefill graphs": (dsa, "--cuda-graph-backend-prefill", "disabled"),
+        "dsa pp2": (dsa, "--pp-size", "2", "--cuda-graph-backend-prefill", "breakable"),
         "dsa kernels": (
             dsa,
             *("--dsa-prefill-backend", "flashmla_sparse", "--dsa-decode-backend", "fa3"),
@@ -91,10 +96,25 @@ def phases(resolved):
     return dict(re.findall(r"(decode|prefill)=PhaseConfig\(backend='(\w+)'", resolved["args"]["cuda_graph_config"]))
 
 
-def test_decode_is_captured_with_the_kernels_and_not_in_torch(resolved):
+def largest(resolved):
+    """The most tokens of a captured prefill."""
+    return int(re.search(r"prefill=PhaseConfig\(.*?max_bs=(\d+)", resolved["args"]["cuda_graph_config"]).group(1))
+
+
+def test_steps_are_captured_with_the_kernels_and_not_in_torch(resolved):
     kernels, plain = phases(resolved["dsa on"]), phases(resolved["dsa float32"])
-    assert kernels["prefill"].lower() == plain["prefill"].lower() == "disabled"
+    assert (kernels["prefill"], plain["prefill"]) == ("breakable", "disabled")
     assert kernels["decode"].lower() != "disabled" and plain["decode"].lower() == "disabled"
+
+
+def test_prefills_are_captured_up_to_the_tokens_that_pay_or_those_asked_for(resolved):
+    assert largest(resolved["dsa on"]) == dense_fallback.GRAPH_TOKENS
+    assert largest(resolved["dsa few tokens"]) == 1024
+    sizes = re.search(r"prefill=PhaseConfig\(.*?bs=\[([\d, ]+)\]", resolved["dsa on"]["args"]["cuda_graph_config"])
+    assert tuple(map(int, sizes.group(1).split(","))) == dense_fallback.GRAPH_SIZES
+    assert largest(resolved["dsa asked for"]) == 4096
+    assert phases(resolved["dsa no prefill graphs"])["prefill"] == "disabled"
+    assert phases(resolved["dsa pp2"])["prefill"] == "disabled"
 
 
 def test_a_float32_model_gets_operators_that_take_it(resolved):

@@ -25,6 +25,7 @@ from sglang_dsa_plugin.kernels.triton import (
     index_scores,
     index_select,
     index_tables,
+    query_rows,
     select,
     sparse_mla,
     sparse_mla_hopper,
@@ -49,6 +50,7 @@ KERNELS = [
     (select, "_rows_kernel"),
     (select, "_split_kernel"),
     (select, "_slots_kernel"),
+    (query_rows, "join_kernel"),
     (sparse_mla, "gather_kernel"),
     (sparse_mla, "merge_kernel"),
     (sparse_mla_hopper, "gather_bf16"),
@@ -153,7 +155,9 @@ def step(rows, requests, longest, topk, heads, layout, scores, index_heads=64, d
     cache = empty(SLOTS, spec.width, dtype=spec.dtype)
     measured = tuned.read(tuned.path_of("NVIDIA H200"))
     taken = tuned.nearest(measured, "sparse_mla", layout, heads, max(s for s in ROW_STEPS if s <= rows))
-    # Kernels of other packages come compiled.
+    # Kernels of other packages come compiled, but for FlashMLA's queries.
+    if taken in ("flash_mla", "flash_mla_kv"):
+        query_rows.whole_queries(queries.transpose(0, 1), rope[..., 128:], 64 if heads <= 64 else 128)
     if ours := {"cuda": sparse_mla_cuda, "triton": sparse_mla}.get(taken):
         rest = {"lengths": lengths, "q_rope": rope[..., 128:]}
         ours.sparse_mla(queries.transpose(0, 1), cache, slots, 0.07, layout, **rest)

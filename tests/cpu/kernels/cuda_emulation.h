@@ -148,7 +148,12 @@ inline void __syncwarp() { meet(of_warp[now->warp], 32); }
 inline void __syncthreads() { meet(of_block[now->block], THREADS); }
 inline void wait_for_earlier() {}  // launches follow one another here
 inline void let_next_start() {}
-inline void cluster_sync() { meet(of_cluster, FIBERS); }
+inline void cluster_arrive() {
+    if (++of_cluster.came == FIBERS) of_cluster.came = 0, of_cluster.held++;
+}
+inline void cluster_wait() {
+    while (of_cluster.held < 1) leave();  // there is one a row
+}
 inline u32 cluster_rank() { return now->block; }
 inline u32 cluster_id() { return row_now; }
 
@@ -158,9 +163,6 @@ inline T& in_block(const T* p, u32 block) {
     if (at + sizeof(T) > SHARED_BYTES || at % sizeof(T) || block >= CLUSTER) abort();
     return *(T*)&memory_of[block][at];
 }
-inline int load_from(const int* p, u32 block) { return in_block(p, block); }
-inline int4 load4_from(const int* p, u32 block) { return in_block((const int4*)p, block); }
-inline void store_to(int* p, u32 block, int x) { in_block(p, block) = x; }
 
 // The values of all lanes. Two places in turn: a slow lane may still read the last ones.
 inline const int* exchange(int x) {
@@ -221,17 +223,34 @@ inline u32 __byte_perm(u32 x, u32 y, u32 which) {
     return r;
 }
 
-// A copy is there at once, and a thread that waits for one looks again in each round.
+// A copy is there at once, and so is another block's store; a thread that waits for one looks again in each round.
 struct Barrier {
-    u64 copies;
+    int bytes;  // still to come: fewer than none where a store came before it was expected
+    unsigned short rounds;  // complete ones
+    bool expects;
 };
-inline void barrier_init(Barrier& b) { b.copies = 0; }
-inline void copy(void* to, const void* from, u32 bytes, bool, Barrier& b) { memcpy(to, from, bytes), b.copies++; }
+static void next_round(Barrier& b) {
+    if (b.expects && b.bytes == 0) b.rounds++, b.expects = false;
+}
+inline void barrier_init(Barrier& b) { b = Barrier(); }
+inline void copy(void* to, const void* from, u32 bytes, bool, Barrier& b) { memcpy(to, from, bytes), b.rounds++; }
 inline void copy16(void* to, const void* from) { memcpy(to, from, 16); }
 inline void wait16() {}
+inline float4 load16(const float4* from) { return *from; }
 inline void wait(Barrier& b, u32 parity) {
-    while ((b.copies & 1) == parity) leave();
+    while ((b.rounds & 1) == parity) leave();
 }
+inline void expect(Barrier& b, u32 bytes) {
+    if (b.expects) abort();
+    b.expects = true, b.bytes += bytes, next_round(b);
+}
+template <class T>
+inline void store_to(T* p, u32 block, const T& x, Barrier& b) {
+    in_block(p, block) = x;
+    Barrier& there = in_block(&b, block);
+    there.bytes -= sizeof(T), next_round(there);
+}
+inline void wait_for_stores(Barrier& b, u32 parity) { wait(b, parity); }
 inline float __int_as_float(int x) {
     float f;
     memcpy(&f, &x, 4);

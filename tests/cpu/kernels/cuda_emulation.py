@@ -48,12 +48,15 @@ def _text(source: str) -> str:
     return re.sub(include, lambda found: "" if found[1] in IN_PTX else _text(found[1]), text)
 
 
-def build(folder: Path, form: Form, shared: str) -> Callable[..., bool]:
-    """The kernel with its own arguments, rows and a seed. shared: what declares its shared memory, `sh`."""
+SHARED = "extern __shared__ __align__(128) char shared[];\n    Shared& sh = *(Shared*)shared;"
+
+
+def build(folder: Path, form: Form) -> Callable[..., bool]:
+    """The kernel with its own arguments, rows and a seed."""
     file, kernel, defines, _ = form
     source = _text(file)
-    assert source.count(shared) == 1 and "asm" not in source
-    source = source.replace(shared, "Shared& sh = *(Shared*)shared_memory();")
+    assert source.count(SHARED) == 1 and "asm" not in source
+    source = source.replace(SHARED, "Shared& sh = *(Shared*)shared_memory();")
     built = folder / "select.so"
     options = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
     macros = [f"-D{name}={value}" for name, value in defines.items()]

@@ -16,9 +16,17 @@ from tests.cpu.ops import selection_inputs
 
 pytestmark = cuda_emulation.needs
 
-# (threads, cluster, held): each way through the source with few threads, then what is launched on an H200.
-SMALL = [(128, 2, 4), (256, 1, 0), (128, 8, 4)]
-MORE = [(128, 4, 0), (128, 16, 1), (1024, 2, 4), (512, 8, 8), (512, 4, 4)]
+# (threads, cluster, batch, held, listed): each way through the source with few threads, lists that are often too short,
+# then what is launched on an H200.
+SMALL = [(128, 2, 4, True, 512), (256, 1, 2, False, 64), (128, 8, 8, True, 1024)]
+MORE = [
+    (128, 4, 4, False, 16),
+    (128, 16, 1, True, 128),
+    (1024, 2, 8, True, 1024),
+    (512, 8, 8, True, 1024),
+    (512, 4, 4, False, 256),
+    (512, 1, 4, False, 256),
+]
 
 
 @pytest.fixture(
@@ -26,10 +34,9 @@ MORE = [(128, 4, 0), (128, 16, 1), (1024, 2, 4), (512, 8, 8), (512, 4, 4)]
 )
 def form(request, tmp_path_factory):
     """(the kernel with the arguments of select.cu, rows and a seed; the most columns it holds)."""
-    threads, cluster, held = request.param
-    form = cuda_select.form(tables.SelectShape(threads, cluster, held, 1), cuda_select.BOTH, 64)
-    run = cuda_emulation.build(tmp_path_factory.mktemp("emulated"), form, "__shared__ __align__(16) Shared sh;")
-    return run, 4 * threads * cluster * (held or 6)
+    shape = tables.SelectShape(*request.param, 1)
+    run = cuda_emulation.build(tmp_path_factory.mktemp("emulated"), cuda_select.form(shape, cuda_select.BOTH, 64))
+    return run, 4 * shape.threads * shape.cluster * shape.batch * (1 if shape.held else 3)
 
 
 @pytest.mark.parametrize("kind", selection_inputs.KINDS)

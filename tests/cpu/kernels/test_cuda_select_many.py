@@ -17,7 +17,6 @@ from tests.cpu.ops import selection_inputs
 
 pytestmark = cuda_emulation.needs
 
-SHARED = "extern __shared__ __align__(128) char shared[];\n    Shared& sh = *(Shared*)shared;"
 # (threads, batch, strata, listed): lists that are often too short or too long, and one of a usual length.
 FORMS = [(128, 4, 64, 1024), (256, 8, 512, 2048)]
 
@@ -26,7 +25,7 @@ FORMS = [(128, 4, 64, 1024), (256, 8, 512, 2048)]
 def form(request, tmp_path_factory):
     threads, batch, strata, listed = request.param
     form = cuda_select.form(tables.ManyShape(threads, 1, batch, strata, listed, 64, False), cuda_select.BOTH, 64)
-    run = cuda_emulation.build(tmp_path_factory.mktemp("emulated"), form, SHARED)
+    run = cuda_emulation.build(tmp_path_factory.mktemp("emulated"), form)
     return run, listed
 
 
@@ -61,7 +60,7 @@ def test_windows_forced_tokens_offsets_and_widths(form, trial):
 @pytest.mark.parametrize(("width", "k"), [(32768, 2048), (40000, 4096), (65536, 2048)])
 def test_what_is_launched_on_an_h200(tmp_path, width, k):
     shape = tables.many_shape(Gpu("cuda", 90, 132, 227), width + 3, k)
-    run = cuda_emulation.build(tmp_path, cuda_select.form(shape, cuda_select.BOTH, 64), SHARED)
+    run = cuda_emulation.build(tmp_path, cuda_select.form(shape, cuda_select.BOTH, 64))
     for kind in ("sum of relus", "mostly zeros", "thousands of values", "bursts", "mostly NaN", "any bits"):
         scores = selection_inputs.scores(kind, 3, width, torch.Generator().manual_seed(1))
         assert_picks(run, scores, torch.tensor([width, width - 5, k + 1]), k, seed=3)

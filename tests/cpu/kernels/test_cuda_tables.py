@@ -17,20 +17,33 @@ def test_blocks_of_all_rows_run_at_once(gpu, columns):
     for rows in range(1, 256):
         shape = tables.select_shape(gpu, rows, columns)
         assert shape.threads * shape.blocks <= 1024 and shape.cluster <= (8 if gpu.sm == 120 else 16)
+        assert shape.shared_bytes <= gpu.shared_kib * 1024
+        assert shape.blocks * (shape.shared_bytes + 1024) <= (gpu.shared_kib + 1) * 1024
         assert shape.cluster == 1 or rows * shape.cluster <= gpu.processors * shape.blocks
         whole = 4 * shape.threads * shape.cluster
-        assert shape.held == 0 or shape.held * whole >= columns
+        assert shape.held == (shape.batch * whole >= columns) and shape.batch in (1, 2, 4, 8)
+        assert 64 <= shape.listed <= 128 * shape.batch
         assert shape.cluster == 1 or whole // 2 < columns
 
 
 def test_launches_that_were_measured():
     def of(rows, columns):
         shape = tables.select_shape(H200, rows, columns)
-        return shape.threads, shape.cluster, shape.held
+        return shape.threads, shape.cluster, shape.batch, shape.held
 
-    assert [of(1, s) for s in (8192, 32768, 131072)] == [(512, 4, 4), (512, 8, 4), (512, 16, 4)]
-    assert [of(16, s) for s in (8192, 32768, 131072)] == [(512, 4, 4), (512, 8, 4), (512, 8, 8)]
-    assert [of(64, s) for s in (8192, 32768, 131072)] == [(512, 2, 4), (1024, 2, 4), (1024, 2, 0)]
+    assert [of(1, s) for s in (8192, 32768, 131072)] == [(512, 4, 1, True), (512, 8, 2, True), (512, 8, 8, True)]
+    assert [of(16, s) for s in (8192, 32768, 131072)] == [(512, 4, 1, True), (512, 4, 4, True), (512, 8, 8, True)]
+    assert [of(64, s) for s in (8192, 32768)] == [(512, 2, 2, True), (1024, 2, 4, True)]
+    assert of(24, 163840) == (512, 8, 4, False) and of(40, 65536) == (1024, 2, 8, True)
+    assert of(100, 24576) == (512, 2, 8, True)
+
+
+def test_where_blocks_of_one_row_each_are_taken():
+    def many(rows, columns):
+        return isinstance(tables.launch_shape(H200, rows, columns, 2048, 64), tables.ManyShape)
+
+    assert not many(64, 32768) and many(64, 131072) and not many(63, 131072)
+    assert not many(100, 24576) and many(100, 32768) and not many(132, 8192) and many(133, 8192)
 
 
 def test_where_the_kernel_is_taken_unasked():

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,11 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
 
 else:
+    from sglang_dsa_plugin.kernels.triton import empty_rows
     from sglang_dsa_plugin.kernels.triton import index_select as triton_select
+    from sglang_dsa_plugin.kernels.triton import slot_prefix as slot_prefix_module
     from sglang_dsa_plugin.kernels.triton.empty_rows import clear_empty_rows
+    from sglang_dsa_plugin.kernels.triton.query_rows import whole_queries
     from sglang_dsa_plugin.kernels.triton.slot_prefix import slot_prefix
     from sglang_dsa_plugin.kernels.vendor import deep_gemm, fa3, flash_mla, topk, trtllm
     from sglang_dsa_plugin.kernels.vendor import index_select as vendor_select
@@ -62,8 +66,11 @@ else:
         for r, row in enumerate(slots.tolist()):
             row = row[: lengths[r]] if limited else row
             valid = [s for s in row if 0 <= s < 100]
-            rest = found.shape[1] - max(1, len(valid))
-            assert found[r].tolist() == (valid or [0]) + [fill] * rest and counts[r] == len(valid)
+            rest = [fill] * (found.shape[1] - len(valid))
+            assert found[r].tolist() == valid + rest and counts[r] == len(valid)
+        filled, same = slot_prefix(slots, 100, lengths, fill, multiple, never_empty=True)
+        found[counts == 0, 0] = 0
+        assert torch.equal(filled, found) and torch.equal(same, counts)
 
     def test_slots_of_a_view_and_of_nothing():
         wide = torch.arange(24, dtype=torch.int32).view(3, 8)
@@ -85,7 +92,12 @@ else:
         return q, rows, slots, kv_scale, lengths
 
     def options_of(heads, lengths):
-        return ({}, {"sink": torch.randn(heads, generator=generator(3))}, {"lengths": lengths})
+        sink = torch.randn(heads, generator=generator(3))
+        return ({}, {"sink": sink}, {"lengths": lengths}, {"lengths": lengths, "sink": sink})
+
+    def promised(slots, lengths, count):
+        """The same picks, valid ones first, with their number: rows of every kind as selection writes them."""
+        return slot_prefix(slots, count, lengths)
 
     def agree(got, want, error):
         none = want[1] == -math.inf
@@ -96,7 +108,6 @@ else:
     @pytest.mark.parametrize(("heads", "k"), [(8, 100), (64, 128), (64, 100), (100, 256)])
     @pytest.mark.parametrize("given", [False, True])
     def test_flash_mla_prefill(monkeypatch, heads, k, given):
-        """What the kernel leaves in rows without a pick is NaN here; the adapter clears them, and them alone."""
         vendor_fakes.install(monkeypatch, vendor_fakes.flash_mla([]))
         q, rows, slots, _, lengths = problem("bf16_1152", heads, k)
         before = slots.clone()
@@ -105,6 +116,76 @@ else:
             got = flash_mla.sparse_mla(q, rows, slots, SCALE, "bf16_1152", **options, out=out)
             agree(got, sparse_mla.reference(q, rows, slots, SCALE, "bf16_1152", **options), 1e-3)
             assert got[0].is_contiguous() and (out is None or got[0] is out) and torch.equal(slots, before)
+
+    # Layouts, adapters and the package that each calls.
+    LEAN = {
+        "flash_mla": ("bf16_1152", lambda: vendor_fakes.flash_mla([])),
+        "flash_mla_kv": ("fp8_656", lambda: vendor_fakes.flash_mla([])),
+        "fa3": ("bf16_1152", vendor_fakes.sgl_kernel),
+    }
+
+    @pytest.mark.parametrize("with_lse", [False, True])
+    @pytest.mark.parametrize("sunk", [False, True])
+    @pytest.mark.parametrize(("heads", "k"), [(64, 128), (8, 100)])
+    @pytest.mark.parametrize("name", LEAN)
+    def test_promised_slots_are_taken_as_they_are(monkeypatch, name, heads, k, sunk, with_lse):
+        """No launch of ours is left where nothing has to be changed; slots of another width are widened by one."""
+        layout, package = LEAN[name]
+        run = {"flash_mla": flash_mla.sparse_mla, "flash_mla_kv": flash_mla.sparse_mla_packed, "fa3": fa3.sparse_mla}
+        vendor_fakes.install(monkeypatch, package())
+        q, rows, slots, _, lengths = problem(layout, heads, k)
+        slots, lengths = promised(slots, lengths, len(rows))
+        sink = torch.randn(heads, generator=generator(3)) if sunk else None
+        launched = []
+        for kernel in (empty_rows.empty_rows_kernel, slot_prefix_module.prefix_kernel):
+            real = kernel.run
+            monkeypatch.setattr(
+                kernel,
+                "run",
+                lambda *a, _real=real, _name=kernel.__name__, **m: launched.append(_name) or _real(*a, **m),
+            )
+        got = run[name](q, rows, slots, SCALE, layout, sink=sink, lengths=lengths, prefix=True, with_lse=with_lse)
+        want = sparse_mla.reference(q, rows, slots, SCALE, layout, sink=sink, lengths=lengths)
+        agree((got[0], got[1] if with_lse else want[1]), want, 1e-3)
+        assert with_lse or sunk or got[1] is None
+        widened = name != "fa3" and k % 64 != 0
+        settled = with_lse or (sunk and name == "fa3")
+        assert launched == ["prefix_kernel"] * widened + ["empty_rows_kernel"] * settled
+
+    @pytest.mark.parametrize(("heads", "whole"), [(1, 64), (40, 64), (64, 64), (100, 128)])
+    def test_queries_in_one_piece(heads, whole):
+        q = torch.randn(5, heads, 576, generator=generator()).bfloat16()
+        want = torch.nn.functional.pad(q, (0, 0, 0, whole - heads))
+        latent = q[..., :512].transpose(0, 1).contiguous().transpose(0, 1)
+        rope = torch.cat((q[..., :128], q[..., 512:]), dim=2)[..., 128:]
+        for parts in ((q, None), (latent, rope), (q[:, :, :512], q[..., 512:])):
+            got = whole_queries(*parts, whole)
+            assert torch.equal(got, want) and got.is_contiguous()
+            assert (got is q) == (parts[1] is None and heads == whole)
+        assert torch.equal(whole_queries(q[:, ::2], None, whole)[:, : -(-heads // 2)], q[:, ::2])
+
+    @pytest.mark.parametrize("name", ["flash_mla", "flash_mla_kv"])
+    def test_flash_mla_takes_queries_in_two_parts(monkeypatch, name):
+        layout, package = LEAN[name]
+        vendor_fakes.install(monkeypatch, package())
+        run = {"flash_mla": flash_mla.sparse_mla, "flash_mla_kv": flash_mla.sparse_mla_packed}[name]
+        q, rows, slots, _, _ = problem(layout, 40)
+        latent = q[..., :512].transpose(0, 1).contiguous().transpose(0, 1)
+        got = run(latent, rows, slots, SCALE, layout, q_rope=q[..., 512:])
+        agree(got, sparse_mla.reference(q, rows, slots, SCALE, layout), 1e-3)
+
+    def test_fa3_takes_queries_in_two_parts_on_any_bound(monkeypatch):
+        vendor_fakes.install(monkeypatch, vendor_fakes.sgl_kernel())
+        q, rows, slots, _, _ = problem("bf16_1152", 8)
+        want = sparse_mla.reference(q, rows, slots, SCALE, "bf16_1152")
+        latent = q[..., :512].transpose(0, 1).contiguous().transpose(0, 1)
+        agree(fa3.sparse_mla(latent, rows, slots, SCALE, "bf16_1152", q_rope=q[..., 512:]), want, 1e-3)
+        off = torch.zeros(7 * 8 * 577 + 1).bfloat16()[1:].view(7, 8, 577)
+        off[..., :576] = q
+        agree(fa3.sparse_mla(off[..., :576], rows, slots, SCALE, "bf16_1152"), want, 1e-3)
+        out = torch.full((7, 8, 512), 3.0).bfloat16()
+        got = fa3.sparse_mla(q, rows, slots, SCALE, "bf16_1152", out=out, with_lse=False)
+        assert got[0] is out and torch.allclose(out.double(), want[0], atol=1e-3, rtol=1 / 64)
 
     @pytest.mark.parametrize("heads", [1, 5, 128])
     def test_only_heads_without_a_pick_are_cleared(heads):
@@ -121,6 +202,20 @@ else:
         empty = torch.tensor([False, False, True, False, True, False])
         assert (out[empty] == 0).all() and (out[~empty] == 2).all()
         assert (lse[empty] == -math.inf).all() and (lse[1] == math.inf).all() and (lse[3] == 1).all()
+
+    @pytest.mark.parametrize("heads", [1, 5, 128])
+    @pytest.mark.parametrize("counted", [False, True])
+    def test_a_sink_comes_in_with_the_same_launch(heads, counted):
+        out, lse = torch.randn(6, heads, 512, generator=generator()).bfloat16(), torch.randn(6, heads)
+        sink = torch.randn(heads, generator=generator(1))
+        sink[0] = math.inf
+        want = (out.float() * torch.sigmoid(lse - sink).unsqueeze(2)).bfloat16()
+        out[2], lse[2], want[2] = math.nan, 3.0 if counted else math.inf, 0
+        kept = lse.clone()
+        clear_empty_rows(out, lse, torch.tensor([3, 1, 0, 7, 9, 2], dtype=torch.int32) if counted else None, sink)
+        assert torch.allclose(out.float(), want.float(), rtol=2**-7, atol=1e-6) and not out[2].any()
+        kept[2] = -math.inf
+        assert torch.equal(lse, kept)
 
     @pytest.mark.parametrize("without_keys", [math.inf, -math.inf])
     @pytest.mark.parametrize("given", [False, True])
@@ -162,6 +257,19 @@ else:
         assert flash_mla._schedule(torch.device("cpu"), 3, 64, 128) is kept
         assert flash_mla._schedule(torch.device("cpu"), 4, 64, 128) is not kept
 
+    def test_a_prefills_schedule_that_a_graph_uses_is_kept_for_good(monkeypatch):
+        vendor_fakes.install(monkeypatch, vendor_fakes.flash_mla([]))
+        monkeypatch.setattr(flash_mla, "_schedules", {})
+        monkeypatch.setattr(flash_mla, "_prefill_schedules", type(flash_mla._prefill_schedules)())
+        where = torch.device("cpu")
+        first = flash_mla._schedule(where, 1000, 64, 2048)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert flash_mla._schedule(where, 1000, 64, 2048) is first
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        for rows in range(1001, 1002 + flash_mla._PREFILLS_KEPT):
+            flash_mla._schedule(where, rows, 64, 2048)
+        assert flash_mla._schedule(where, 1000, 64, 2048) is first
+
     def test_layers_of_a_prefill_share_a_schedule_and_the_last_few_are_kept(monkeypatch):
         vendor_fakes.install(monkeypatch, vendor_fakes.flash_mla([]))
         monkeypatch.setattr(flash_mla, "_schedules", {})
@@ -174,13 +282,47 @@ else:
         assert len(flash_mla._prefill_schedules) == flash_mla._PREFILLS_KEPT and not flash_mla._schedules
         assert flash_mla._schedule(where, 1000, 64, 2048) is not first
 
+    @pytest.mark.parametrize("without_picks", [math.inf, -math.inf])
     @pytest.mark.parametrize("heads", [8, 128])
-    def test_fa3_rows_as_pages(monkeypatch, heads):
-        vendor_fakes.install(monkeypatch, vendor_fakes.sgl_kernel())
+    def test_fa3_rows_as_pages(monkeypatch, heads, without_picks):
+        vendor_fakes.install(monkeypatch, vendor_fakes.sgl_kernel(without_picks))
         q, rows, slots, _, lengths = problem("bf16_1152", heads)
         for options in options_of(heads, lengths):
             got = fa3.sparse_mla(q, rows, slots, SCALE, "bf16_1152", **options)
             agree(got, sparse_mla.reference(q, rows, slots, SCALE, "bf16_1152", **options), 1e-3)
+
+    def test_fa3s_schedule_is_made_once_a_recording(monkeypatch):
+        """A counter lies in it: neither eager calls nor another graph or stream may share it."""
+        seen = []
+        vendor_fakes.install(monkeypatch, vendor_fakes.sgl_kernel(schedules=seen))
+        monkeypatch.setattr(fa3, "_recorded", {})
+        monkeypatch.setattr(fa3, "_recording", None)
+        now = types.SimpleNamespace(cuda_stream=7)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: now)
+        monkeypatch.setattr(fa3, "_recording_of", lambda stream: number)
+        q, rows, slots, _, _ = problem("bf16_1152", 8, k=1024)
+
+        def used(heads=8, picks=1024):
+            seen.clear()
+            fa3.sparse_mla(q[:, :heads], rows, slots[:, :picks], SCALE, "bf16_1152", with_lse=False)
+            return seen[-1], "made" in seen
+
+        number = 1
+        assert used() == (None, False)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        first, made = used()
+        assert made and first is not None and used() == (first, False)
+        other, made = used(heads=4)
+        assert made and other is not first and used() == (first, False)
+        assert used(picks=1023) == (None, False), "rows that are not split do not bring it back"
+        now.cuda_stream = 8
+        assert used()[1] and not used()[1]
+        now.cuda_stream = 7
+        assert used() == (first, False)
+        number = 2
+        assert used()[1] and used()[0] is not first
+        number = None
+        assert used() == (None, False)
 
     @pytest.mark.parametrize("layout", ["bf16_1152", "fp8_576"])
     def test_trtllm(monkeypatch, layout):

@@ -12,15 +12,19 @@ import pytest
 USED = {
     ("flash_mla", "flash_mla_interface.py", "flash_mla_with_kvcache"): (
         "q", "k_cache", "block_table", "cache_seqlens", "head_dim_v", "tile_scheduler_metadata", "softmax_scale",
-        "is_fp8_kvcache", "indices", "use_legacy",
+        "is_fp8_kvcache", "indices", "attn_sink", "use_legacy",
     ),
     ("flash_mla", "flash_mla_interface.py", "flash_mla_sparse_fwd"): (
-        "q", "kv", "indices", "sm_scale", "attn_sink", "use_legacy",
+        "q", "kv", "indices", "sm_scale", "attn_sink", "topk_length", "use_legacy", "return_log2_lse",
     ),
     ("flash_mla", "flash_mla_interface.py", "get_mla_metadata"): (),
     ("sgl_kernel", "flash_attn.py", "flash_attn_with_kvcache"): (
-        "q", "k_cache", "v_cache", "qv", "page_table", "cache_seqlens", "cu_seqlens_q", "max_seqlen_q",
-        "softmax_scale", "causal", "return_softmax_lse",
+        "q", "k_cache", "v_cache", "qv", "page_table", "cache_seqlens", "softmax_scale", "causal",
+        "return_softmax_lse", "out", "scheduler_metadata",
+    ),
+    ("sgl_kernel", "flash_attn.py", "get_scheduler_metadata"): (
+        "batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads", "num_heads_k", "headdim", "headdim_v",
+        "cache_seqlens", "qkv_dtype", "page_size", "causal",
     ),
     ("sgl_kernel", "flash_attn.py", "flash_attn_varlen_func"): (
         "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal",

@@ -26,38 +26,47 @@ def flash_mla(calls):
     """calls: collects the schedules it was handed."""
 
     def with_kvcache(
-        q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, softmax_scale, is_fp8_kvcache, indices, use_legacy
-    ):
+        q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, softmax_scale, is_fp8_kvcache, indices, attn_sink,
+        use_legacy,
+    ):  # fmt: skip
         rows, one, heads, dim = q.shape
         assert (one, dim, head_dim_v) == (1, 576, 512) and heads in (64, 128) and q.is_contiguous()
         assert k_cache.dtype == torch.uint8 and k_cache.shape[1:] == (64, 1, 656) and is_fp8_kvcache and use_legacy
         assert indices.dtype == torch.int32 and indices.shape[:2] == (rows, 1) and indices.shape[2] % 64 == 0
+        assert indices.is_contiguous() and (attn_sink is None or attn_sink.shape == (heads,))
         cached = k_cache.shape[0] * 64
         assert ((indices == -1) | ((indices >= 0) & (indices < cached))).all()
         calls.append((schedule, tuple(indices.shape), heads))
         latents = quant.dequantize_latent(k_cache.reshape(cached, 656), "fp8_656", impl="torch")
-        out, lse = torch.full((rows, 1, heads, 512), math.nan), torch.full((rows, heads, 1), math.inf)
+        out, lse = torch.zeros(rows, 1, heads, 512), torch.full((rows, heads, 1), math.inf)
         for r in range(rows):
             picked = latents[indices[r, 0][indices[r, 0] >= 0].long()]
             if len(picked):
                 out[r, 0], lse[r, :, 0] = attend(q[r, 0], picked, softmax_scale)
+        if attn_sink is not None:
+            out *= torch.sigmoid(lse[:, :, 0] - attn_sink)[:, None, :, None]
         return out.bfloat16(), lse
 
-    def sparse_fwd(q, kv, indices, sm_scale, attn_sink, use_legacy):
+    def sparse_fwd(q, kv, indices, sm_scale, attn_sink, topk_length, use_legacy, return_log2_lse):
         rows, heads, dim = q.shape
         assert heads in (64, 128) and dim == 576 and q.is_contiguous() and q.dtype == kv.dtype == torch.bfloat16
         assert kv.shape[1:] == (1, 576) and use_legacy
         assert indices.dtype == torch.int32 and indices.shape[:2] == (rows, 1) and indices.shape[2] % 128 == 0
         assert indices.is_contiguous() and (attn_sink is None or attn_sink.shape == (heads,))
-        out, lse = torch.full((rows, heads, 512), math.nan), torch.full((rows, heads), math.inf)
+        assert topk_length is None or (topk_length.dtype == torch.int32 and topk_length.shape == (rows,))
+        out, lse = torch.zeros(rows, heads, 512), torch.full((rows, heads), math.inf)
         for r in range(rows):
             picked = indices[r, 0].long()
+            if topk_length is not None:
+                assert (picked[topk_length[r] :] == -1).all(), "it may read them"
+                picked = picked[: topk_length[r]]
             picked = picked[(picked >= 0) & (picked < len(kv))]
             if len(picked):
                 out[r], lse[r] = attend(q[r], kv[picked, 0], sm_scale)
         if attn_sink is not None:
             out *= torch.sigmoid(lse - attn_sink).unsqueeze(2)
-        return out.bfloat16(), None, lse
+        assert return_log2_lse in (None, False)
+        return out.bfloat16(), None, lse if return_log2_lse is None else None
 
     module = types.ModuleType("flash_mla")
     module.flash_mla_with_kvcache = with_kvcache
@@ -66,8 +75,9 @@ def flash_mla(calls):
     return {"flash_mla": module}
 
 
-def sgl_kernel(without_keys=math.inf):
-    """without_keys: the lse of a query that sees none."""
+def sgl_kernel(without_keys=math.inf, schedules=None):
+    """without_keys: the lse of a query that sees none. schedules: collects those handed over, "made" where one is."""
+    schedules = [] if schedules is None else schedules
 
     def varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, return_softmax_lse
@@ -80,25 +90,41 @@ def sgl_kernel(without_keys=math.inf):
         return out.to(q.dtype), lse.float().T.contiguous().nan_to_num(neginf=without_keys), None
 
     def with_kvcache(
-        q, k_cache, v_cache, qv, page_table, cache_seqlens, cu_seqlens_q, max_seqlen_q, softmax_scale, causal,
-        return_softmax_lse,
+        q, k_cache, v_cache, qv, page_table, cache_seqlens, softmax_scale, causal, return_softmax_lse, out,
+        scheduler_metadata=None,
     ):  # fmt: skip
-        rows, heads, _ = q.shape
+        schedules.append(scheduler_metadata)
+        rows, _, heads, _ = q.shape
+        for part, width in ((q, 64), (qv, 512)):
+            assert part.shape == (rows, 1, heads, width) and part.stride(3) == 1 and part.data_ptr() % 16 == 0
+            assert all(part.stride(i) % 8 == 0 for i in range(3))
         assert k_cache.shape[1:] == (1, 1, 64) and v_cache.shape[1:] == (1, 1, 512) and k_cache.stride(-1) == 1
         assert k_cache.data_ptr() == v_cache.data_ptr() + 2 * 512, "views of the same rows, no copies"
-        assert page_table.dtype == cache_seqlens.dtype == cu_seqlens_q.dtype == torch.int32
-        assert cu_seqlens_q.tolist() == list(range(rows + 1)) and max_seqlen_q == 1 and return_softmax_lse
-        assert (cache_seqlens >= 1).all() and (cache_seqlens <= page_table.shape[1]).all()
-        assert ((page_table >= 0) & (page_table < k_cache.shape[0])).all(), "read ahead, past the length, too"
-        out, lse = torch.empty(rows, heads, 512, dtype=q.dtype), torch.empty(heads, rows)
+        assert page_table.dtype == cache_seqlens.dtype == torch.int32 and page_table.stride(1) == 1
+        assert return_softmax_lse and causal
+        assert (cache_seqlens >= 0).all() and (cache_seqlens <= page_table.shape[1]).all()
+        out = torch.empty(rows, 1, heads, 512, dtype=q.dtype) if out is None else out
+        assert out.shape == (rows, 1, heads, 512) and out.is_contiguous() and out.dtype == q.dtype
+        lse = torch.full((rows, heads, 1), without_keys)
+        out.zero_()
         for r in range(rows):
             picked = page_table[r, : cache_seqlens[r]].long()
-            whole = torch.cat([v_cache[picked, 0, 0], k_cache[picked, 0, 0]], dim=1)
-            found, norm = attend(torch.cat([qv[r], q[r]], dim=1), whole, softmax_scale)
-            out[r], lse[:, r] = found.to(q.dtype), norm.float()
+            assert ((picked >= 0) & (picked < k_cache.shape[0])).all()
+            if len(picked):
+                whole = torch.cat([v_cache[picked, 0, 0], k_cache[picked, 0, 0]], dim=1)
+                found, norm = attend(torch.cat([qv[r, 0], q[r, 0]], dim=1), whole, softmax_scale)
+                out[r, 0], lse[r, :, 0] = found.to(q.dtype), norm.float()
         return out, lse, None
 
+    def metadata(cache_seqlens, batch_size, max_seqlen_k, **more):
+        assert (cache_seqlens == max_seqlen_k).all() and cache_seqlens.shape == (batch_size,)
+        sizes = {"max_seqlen_q": 1, "num_heads_k": 1, "headdim": 64, "headdim_v": 512, "page_size": 1, "causal": True}
+        assert more.pop("num_heads") and more.pop("qkv_dtype") == torch.bfloat16 and more == sizes
+        schedules.append("made")
+        return torch.zeros(1)
+
     package, attention = types.ModuleType("sgl_kernel"), types.ModuleType("sgl_kernel.flash_attn")
+    attention.get_scheduler_metadata = metadata
     attention.flash_attn_with_kvcache = with_kvcache
     attention.flash_attn_varlen_func = varlen
     package.flash_attn = attention

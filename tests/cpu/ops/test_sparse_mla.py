@@ -8,9 +8,11 @@ import math
 import pytest
 import torch
 
+from sglang_dsa_plugin import support
 from sglang_dsa_plugin.cache.layouts import FP8, LATENT_LAYOUTS
 from sglang_dsa_plugin.kernels.torch_impl import sparse_mla_gather, sparse_mla_union
 from sglang_dsa_plugin.ops import quant, sparse_mla
+from sglang_dsa_plugin.support_row import Implementation
 from tests.cpu.ops.bounds import LargestTensor, assert_attention
 
 LAYOUTS = tuple(LATENT_LAYOUTS)
@@ -282,6 +284,33 @@ def test_memory_is_bounded_by_tiles(apart):
     assert seen.bytes < at_once / 4
 
 
+def test_lse_only_when_asked_for_and_a_kept_promise_changes_nothing():
+    q, cache, slots = _queries(3, 16), _cache("bf16_1152", 90), _picks(3, 70, 90)
+    lengths = torch.tensor([70, 0, 33])
+    slots = torch.where(torch.arange(70) < lengths.unsqueeze(1), slots.clamp(min=0), -1)
+    want = sparse_mla.sparse_mla(q, cache, slots, SCALE, "bf16_1152")
+    out, lse = sparse_mla.sparse_mla(q, cache, slots, SCALE, "bf16_1152", lengths=lengths, prefix=True, with_lse=False)
+    assert lse is None and torch.equal(out, want[0])
+
+
+@pytest.mark.parametrize("takes", [(), ("prefix",), ("q_rope", "prefix", "with_lse")])
+def test_an_implementation_is_handed_what_it_takes(monkeypatch, takes):
+    """What it does not know, the operator makes up for."""
+    seen = {}
+
+    def run(q, *_, **more):
+        seen.update(more, width=q.shape[2])
+        return q[..., :512], torch.zeros(q.shape[:2])
+
+    q, cache, lengths = _queries(2, 4), _cache("bf16_1152", 9), torch.tensor([3, 0])
+    row = Implementation("sparse_mla", "some", run, takes=frozenset(takes))
+    monkeypatch.setattr(support, "choose", lambda *_, **__: support.Choice(row, "test"))
+    more = {"q_rope": q[..., 512:], "prefix": True, "with_lse": False}
+    _, lse = _call(q[..., :512], cache, lengths=lengths, **more)
+    assert lse is None and seen.pop("width") == (512 if "q_rope" in takes else 576)
+    assert seen.keys() == set(takes) and all(seen[name] is more[name] for name in takes)
+
+
 def _call(q=None, cache=None, slots=None, scale=SCALE, layout="bf16_1152", **more):
     q = _queries(2, 4) if q is None else q
     cache = _cache("bf16_1152", 9) if cache is None else cache
@@ -307,6 +336,7 @@ def _call(q=None, cache=None, slots=None, scale=SCALE, layout="bf16_1152", **mor
         ({"sink": torch.zeros(5)}, "sink must be"),
         ({"sink": torch.zeros(4).double()}, "sink must be"),
         ({"lengths": torch.zeros(3, dtype=torch.int32)}, "lengths must be"),
+        ({"prefix": True}, "prefix must be promised together with lengths"),
         ({"out": torch.zeros(2, 4, 512)}, "out must be a bfloat16"),
         ({"impl": "flashmla"}, "impl='flashmla' does not exist"),
     ],

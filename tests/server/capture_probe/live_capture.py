@@ -4,7 +4,7 @@ Only while the file `on` exists, so a server is started and warmed up at full sp
 spread evenly and with the last, and of the caches only what those rows may read: the picked latent rows, or all index
 pages of their requests up to the row's length. Slots and pages are numbered anew accordingly; the original ones are
 kept beside them. Tensors are copied to the host, so a call that is being recorded into a CUDA graph cannot be captured:
-start the server with --disable-cuda-graph.
+start the server with --disable-decode-cuda-graph. What runs between the segments of a prefill graph can be.
 """
 
 import functools
@@ -59,7 +59,7 @@ def hook_backend(module):
         return extend(self, q, k, v, layer, *more, **named)
 
     backend._sparse, backend.forward_extend = with_layer, with_layer_too
-    sparse_mla.sparse_mla = _captured(sparse_mla.sparse_mla, _attend)
+    sparse_mla.sparse_mla = _captured(_with_lse(sparse_mla.sparse_mla), _attend)
     dense_mha.dense_mha = _captured(_with_lse(dense_mha.dense_mha), _dense)
 
 
@@ -67,24 +67,31 @@ def hook_indexer(module):
     """Wrap DsaIndexer, which knows the layer, and scores with selection."""
     from sglang_dsa_plugin.ops import index_select
 
-    forward = module.DsaIndexer.forward
+    forward, pick = module.DsaIndexer.forward, module.DsaIndexer._store_and_pick
 
     @functools.wraps(forward)
-    def with_layer(self, *arguments, **named):
+    def with_mode(self, *arguments, **named):
         batch = named.get("forward_batch", arguments[3] if len(arguments) > 3 else None)
-        _layer.update(id=self.layer_id, mode="decode" if batch.forward_mode.is_decode() else "prefill")
+        _layer.update(mode="decode" if batch.forward_mode.is_decode() else "prefill")
         return forward(self, *arguments, **named)
 
-    module.DsaIndexer.forward = with_layer
+    @functools.wraps(pick)
+    def with_layer(self, step, *more):
+        _layer.update(id=self.layer_id)
+        if step.decision.path == "graph":  # a replay does not call `forward`
+            _layer.update(mode="prefill")
+        return pick(self, step, *more)
+
+    module.DsaIndexer.forward, module.DsaIndexer._store_and_pick = with_mode, with_layer
     index_select.paged = _captured(index_select.paged, _select)
 
 
-def _with_lse(dense):
+def _with_lse(attend):
     """Layers do not ask for it; a judge sees a hundredth of the scale in it that the output hides."""
 
-    @functools.wraps(dense)
+    @functools.wraps(attend)
     def call(*arguments, **named):
-        return dense(*arguments, **(named | {"with_lse": True}))
+        return attend(*arguments, **(named | {"with_lse": True}))
 
     return call
 

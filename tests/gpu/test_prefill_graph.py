@@ -1,0 +1,71 @@
+"""A prefill in a CUDA graph answers as the same prefill outside of one.
+
+Graphs hold up to 512 tokens here, so a prompt that comes alone runs in one, and together with a longer prompt does not.
+SGLang takes the next larger graph if that is at most twice the prompt.
+The model is bf16: rows of other batches round other sums, so the bound is what two batches outside of graphs differ by.
+"""
+
+import pytest
+
+from tests.server.conftest import server, slot  # noqa: F401
+from tests.server.harness import ModelSpec, ServerSpec, random_prompt
+
+K = 256
+GRAPHS = (8, 64, 256, 288, 512)
+LENGTHS = (4, 7, 64, 255, 256, 257, 400, 511, 512)
+ARGS = ("--max-total-tokens", "40000", "--chunked-prefill-size", "4096", "--enable-metrics")
+ARGS += ("--cuda-graph-bs-prefill", *map(str, GRAPHS))
+
+
+def spec(arch, heads, kv):
+    model = ModelSpec.of(arch, dtype="bfloat16", heads=heads, index_topk=K, layers=3, max_position=8192)
+    return ServerSpec(f"prefill-graph-{arch[:3]}-{heads}-{kv}", model, (*ARGS, "--kv-cache-dtype", kv))
+
+
+SPECS = [spec("deepseek_v32", 16, "bf16"), spec("glm_moe_dsa", 64, "fp8_e4m3")]
+pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("server", SPECS, indirect=True)]
+
+
+def first_and_path(server, prompts):  # noqa: F811
+    """Log-probabilities at every position of the first prompt, and the paths that the batch took."""
+    server.flush()
+    before = server.prefills()
+    answer = server.generate(prompts)[0]
+    after = server.prefills()
+    return answer.rows, {path for path in after if after[path] > before[path]}
+
+
+def test_a_graph_answers_as_eager(server, record_testsuite_property):  # noqa: F811
+    worst, noise = 0.0, 0.0
+    for length in LENGTHS:
+        prompt = random_prompt(length, seed=length)
+        graph, path = first_and_path(server, [prompt])
+        assert path == {"graph"}, (length, path)
+        one, path = first_and_path(server, [prompt, random_prompt(700, seed=1)])
+        assert path == {"sparse"}, (length, path)
+        two, path = first_and_path(server, [prompt, random_prompt(1100, seed=2)])
+        assert path == {"sparse"}, (length, path)
+        worst = max(worst, float((graph - one).abs().max()))
+        noise = max(noise, float((two - one).abs().max()))
+    record_testsuite_property(server.spec.name, f"graph against eager {worst:.3g}, eager against eager {noise:.3g}")
+    assert worst <= 2 * noise + 0.02, (worst, noise)
+
+
+def test_a_cached_prefix_and_several_prompts_in_one_graph(server):  # noqa: F811
+    prompts = [random_prompt(n, seed=10 + n) for n in (40, 130, 200)]
+    alone = [first_and_path(server, [prompt])[0] for prompt in prompts]
+    server.flush()
+    before = server.prefills()
+    together = server.generate(prompts)
+    after = server.prefills()
+    assert {path for path in after if after[path] > before[path]} == {"graph"}
+    for a, b in zip(alone, together):
+        assert float((a - b.rows).abs().max()) <= 0.1
+    # 320 tokens of another prompt are cached, and 150 more follow.
+    text = random_prompt(470, seed=99)
+    whole, _ = first_and_path(server, [text])
+    server.flush()
+    server.generate([text[:330]])
+    rest = server.generate([text], start=320)[0]
+    assert rest.meta["cached_tokens"] == 320
+    assert float((whole[rest.first - 1 :] - rest.rows).abs().max()) <= 0.1
