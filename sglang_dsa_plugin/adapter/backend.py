@@ -8,7 +8,6 @@ MRO. Decode is planned in backend/metadata.py, prefill in adapter/prefill.py; at
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,13 +16,12 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_exec, get_parallel
 
 from sglang_dsa_plugin import plan
-from sglang_dsa_plugin.adapter import prefill, report, state
+from sglang_dsa_plugin.adapter import prefill, preload, report, state
 from sglang_dsa_plugin.adapter.cpu_threads import StepThreads
 from sglang_dsa_plugin.adapter.pool import DsaPool
 from sglang_dsa_plugin.backend import core, dense_fallback, metadata
-from sglang_dsa_plugin.cache.layouts import LATENT_DIM, PAGE_SIZE, ROPE_DIM
+from sglang_dsa_plugin.cache.layouts import LATENT_DIM, ROPE_DIM
 from sglang_dsa_plugin.config import DsaConfig
-from sglang_dsa_plugin.kernels.cuda import prepare
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -31,12 +29,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
-
-_WORTH_A_LINE = 0.5  # seconds of compiling
-# Of prefill with a few new tokens for each of many requests; the kernel is one for all numbers up to each of these.
-ROWS_OF_PREFILL = (32, 64, 128, 256)
-# Scores and selection in one whose selection is this package's on a GPU.
-_SELECTS_BY_OURS = ("triton", "deep_gemm")
 
 
 class DsaBackend(AttentionBackend):
@@ -109,37 +101,9 @@ class DsaBackend(AttentionBackend):
             report.prefill_metrics(counting_rank=first_rank and get_parallel().pp_rank == 0),
         )
         if torch.device(self.device).type == "cuda":
-            self._load_kernels(pool)
+            preload.load_kernels(self.choices, self.config, pool, torch.device(self.device), self.max_context_len)
         if first_rank and not model_runner.is_draft_worker:
             logger.info(report.serving_line(self, pool))
-
-    def _load_kernels(self, pool: DsaPool) -> None:
-        """Have kernels compiled now that a request would wait for."""
-        layout = pool.layout.name
-        attention = self.choices["sparse_mla"].names | self.choices["sparse_mla_prefill"].names
-        selects = self.choices["index_select_paged"].name in _SELECTS_BY_OURS
-        begun = time.monotonic()
-        found = prepare.prepare(
-            torch.device(self.device),
-            self.max_context_len + PAGE_SIZE if selects else 0,
-            self.config.index_topk,
-            layout if "cuda" in attention else None,
-        )
-        self._load_scores(pool)
-        if (took := time.monotonic() - begun) > _WORTH_A_LINE:
-            logger.info("sglang-dsa-plugin loaded %d CUDA kernels in %.1f s", found, took)
-
-    def _load_scores(self, pool: DsaPool) -> None:
-        """Where decode's graphs do not bring the scores of prefill with few rows a request, have these compiled."""
-        decode = self.choices["index_select_paged"]
-        prefill = self.choices.get(plan.INDEX_PREFILL, decode)
-        pages = next((pages for pages in pool.index_pages.buffer if len(pages) and pages.dtype == torch.uint8), None)
-        if pages is None or decode.names == {"triton"} or "triton" not in prefill.names:
-            return
-        from sglang_dsa_plugin.kernels.triton import index_select
-
-        for rows in ROWS_OF_PREFILL:
-            index_select.load(pages, self.config.index_n_heads, self.config.index_topk, rows)
 
     def describe_prefill(self) -> str:
         """How prefill runs, and on how many of a CPU's threads decode does, in words, for the start-up line."""

@@ -100,7 +100,7 @@ def load(pages: torch.Tensor, heads: int, topk: int, rows: int) -> None:
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    q, gate = zeros(rows, heads, INDEX_DIM, dtype=FP8), zeros(rows, heads, dtype=torch.float32)
+    q, gate = zeros(rows, heads, INDEX_DIM, dtype=torch.uint8).view(FP8), zeros(rows, heads, dtype=torch.float32)
     owner, slots = torch.arange(rows, dtype=torch.int32, device=device), zeros(rows, topk)
     paged(q, pages, gate, zeros(rows), zeros(rows, width), owner, topk, 0, 0, _ANY_BUDGET, slots_out=slots)
 

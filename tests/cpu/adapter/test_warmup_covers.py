@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("sglang")
 
 from sglang_dsa_plugin import plan, tuned
-from sglang_dsa_plugin.adapter import backend
+from sglang_dsa_plugin.adapter import preload
 from sglang_dsa_plugin.adapter.hooks import warmup
 from sglang_dsa_plugin.cache.layouts import FP8, INDEX_PAGE_BYTES, LATENT_LAYOUTS
 from sglang_dsa_plugin.kernels.cuda import prepare, program
@@ -195,7 +195,7 @@ def test_no_prompt_meets_a_kernel_that_is_not_there(seen, topk, heads, layout, s
     for batch in GRAPHS:
         step(batch, batch, context, *model, decode=True)
     if scores == "deep_gemm":
-        for rows in backend.ROWS_OF_PREFILL:
+        for rows in preload.ROWS_OF_PREFILL:
             index_select.load(torch.empty(9, INDEX_PAGE_BYTES, dtype=torch.uint8, device="meta"), 64, topk, rows)
     only_graphs = len(seen)
     for shape in steps_of_the_warmup(topk, chunk, context):
@@ -218,9 +218,19 @@ def test_scores_that_decode_does_not_bring_are_compiled_at_start(monkeypatch, he
         "cuda", "bf16_1152", 90, torch.bfloat16, 16, packages, index_heads=heads, topk=2048
     )  # fmt: skip
     pages = torch.zeros(3, INDEX_PAGE_BYTES, dtype=torch.uint8)
-    own = types.SimpleNamespace(
-        choices=choices, config=types.SimpleNamespace(index_n_heads=heads, index_topk=2048)
-    )  # fmt: skip
+    config = types.SimpleNamespace(index_n_heads=heads, index_topk=2048)
     pool = types.SimpleNamespace(index_pages=types.SimpleNamespace(buffer=[pages[:0], pages]))
-    backend.DsaBackend._load_scores(own, pool)
+    preload.load_scores(choices, config, pool)
     assert asked == ([(pages, heads, 2048, rows) for rows in (32, 64, 128, 256)] if loaded else [])
+
+
+def test_a_start_goes_on_where_they_do_not_compile(monkeypatch, caplog):
+    def refuse(*_):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(index_select, "load", refuse)
+    choices = plan.operator_choices("cuda", "bf16_1152", 90, torch.bfloat16, 16, "all", index_heads=64, topk=2048)
+    pages = torch.zeros(3, INDEX_PAGE_BYTES, dtype=torch.uint8)
+    pool = types.SimpleNamespace(index_pages=types.SimpleNamespace(buffer=[pages]))
+    preload.load_scores(choices, types.SimpleNamespace(index_n_heads=64, index_topk=2048), pool)
+    assert "no compiler" in caplog.text
