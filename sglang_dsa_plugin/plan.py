@@ -162,6 +162,15 @@ def plan_serving(
     )
 
 
+def picks_are_whole(choices: dict[str, support.Choice]) -> bool:
+    """Whether every selection among `choices` is one that leaves all min(length, k) picks of a row, and first: ours and
+    torch's do; the top-k of another package promises nothing, and what it returns beside positions is taken out.
+    """
+    names = {name for part in ("index_select_paged", INDEX_PREFILL) if part in choices for name in choices[part].names}
+    rows = (row for row in support.rows("index_select_paged") if row.name in names)
+    return all(dict(row.arguments).get("selection", "triton") in ("triton", "torch_topk") for row in rows)
+
+
 def operator_choices(
     device: str,
     layout: str,

@@ -75,14 +75,6 @@ class DsaBackend(AttentionBackend):
         self.forward_metadata: metadata.StepMetadata | None = None
         flags = state.kernel_flags()
         forced = flags.forced(pool.layout.name, str(self.device))
-        self.core = core.AttentionCore(
-            pool.layout,
-            impl_sparse=plan.implementation_for("sparse_mla", forced),
-            impl_prefill=plan.implementation_for("sparse_mla_prefill", forced),
-            impl_slots=plan.forced_impl("positions_to_slots"),
-            impl_dense=plan.forced_impl("dense_mha"),
-            impl_masked=plan.forced_impl("masked_mha"),
-        )
         self.choices = plan.operator_choices(
             str(self.device),
             pool.layout.name,
@@ -91,6 +83,15 @@ class DsaBackend(AttentionBackend):
             index_heads=self.config.index_n_heads,
             topk=self.config.index_topk,
             flags=flags,
+        )
+        self.core = core.AttentionCore(
+            pool.layout,
+            impl_sparse=plan.implementation_for("sparse_mla", forced),
+            impl_prefill=plan.implementation_for("sparse_mla_prefill", forced),
+            impl_slots=plan.forced_impl("positions_to_slots"),
+            impl_dense=plan.forced_impl("dense_mha"),
+            impl_masked=plan.forced_impl("masked_mha"),
+            whole_picks=plan.picks_are_whole(self.choices),
         )
         self.threads = StepThreads(model_runner.model) if torch.device(self.device).type == "cpu" else None
         first_rank = get_parallel().tp_rank == 0

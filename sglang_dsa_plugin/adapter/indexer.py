@@ -155,11 +155,16 @@ class DsaIndexer(torch.nn.Module):
             # follow.
             picks = x.new_full((x.shape[0], self.index_topk), -1, dtype=torch.int32) if return_indices else None
             return maybe_capture_indexer_topk(layer_id, self._same_on_all_ranks(picks))
+        # Rows past those of the step are padding for collectives between ranks: neither stored nor picked for.
+        padding = x.shape[0] - step.rows
+        slots = forward_batch.out_cache_loc
+        if padding:
+            x, q_lora, positions, slots = (part[: step.rows] for part in (x, q_lora, positions, slots))
         masked = step.decision.path == "masked"
         picked = return_indices or masked or get_global_indexer_capturer() is not None
         picks = self._store_and_pick(
             step,
-            forward_batch.out_cache_loc,
+            slots,
             self.wk(x)[0],
             positions,
             layer_id,
@@ -168,6 +173,10 @@ class DsaIndexer(torch.nn.Module):
         )
         if picks is None:
             return None
+        if padding:
+            whole = torch.nn.functional.pad(picks, (0, 0, 0, padding), value=-1)
+            step.picks_moved(picks, whole[: step.rows])
+            picks = whole
         picks = maybe_capture_indexer_topk(layer_id, self._same_on_all_ranks(picks))
         if masked:
             step.picks = picks

@@ -67,7 +67,8 @@ class PrefillPlanner:
     def plan(self, forward_batch: ForwardBatch, switched_off: str | None) -> metadata.StepMetadata:
         """The step of a batch. switched_off: why no batch may run on expanded keys at present, or None.
 
-        In a prefill CUDA graph the rows are the real ones: SGLang cuts what attention gets to them.
+        In a prefill CUDA graph, and where SGLang pads a batch for its collectives, the rows are the real ones: SGLang
+        cuts what attention gets to them.
         """
         prefix = [int(p) for p in forward_batch.extend_prefix_lens_cpu]
         extend = [int(e) for e in forward_batch.extend_seq_lens_cpu]
@@ -76,6 +77,8 @@ class PrefillPlanner:
             rows, decision = new_tokens, dense_fallback.IN_GRAPH
         else:
             decision = self.decide(forward_batch, switched_off)
+            real = forward_batch.global_num_token_non_padded_cpu
+            rows = real if real is not None and 0 < real < rows else rows
         step = metadata.extend_step(
             self.req_to_token,
             forward_batch.req_pool_indices,

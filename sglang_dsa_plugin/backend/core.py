@@ -16,7 +16,8 @@ from sglang_dsa_plugin.ops import dense_mha, masked_mha, sparse_mla
 @dataclass(frozen=True)
 class AttentionCore:
     """layout: of the cached rows.  impl_sparse (decode), impl_prefill (sparse prefill), impl_slots, impl_dense,
-    impl_masked: implementation names, None to let the support table choose.
+    impl_masked: implementation names, None to let the support table choose.  whole_picks: whether whoever picks is sure
+    to leave min(length, k) positions first and -1 behind; other packages are only believed to.
     """
 
     layout: LatentLayout
@@ -25,6 +26,7 @@ class AttentionCore:
     impl_slots: str | None = None
     impl_dense: str | None = None
     impl_masked: str | None = None
+    whole_picks: bool = True
 
     def sparse(
         self,
@@ -59,8 +61,8 @@ class AttentionCore:
             lengths=counts,
             impl=self.impl_prefill if prefill else self.impl_sparse,
             q_rope=q_rope,
-            # Selection writes a row's min(length, k) picks first, then -1, and what the page table names is cached.
-            prefix=counts is not None,
+            # What the page table names is cached.
+            prefix=self.whole_picks and counts is not None,
             with_lse=False,
         )
         return out.reshape(out.shape[0], -1, LATENT_DIM).flatten(1)

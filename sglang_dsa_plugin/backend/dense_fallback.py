@@ -41,7 +41,7 @@ SPARSE_DECODE = Decision("sparse", "decode is always sparse")
 # layers with 16 heads, the first token came after 22.5 ms instead of 35.3 (1024 tokens), 28.4 instead of 37.6 (2048)
 # and 109.8 instead of 111.9 (8192, outside in both), 2026-11-30. A batch takes the next larger graph; each is recorded
 # at start, so there are fewer than SGLang would make.
-GRAPH_SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
+GRAPH_SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
 GRAPH_TOKENS = GRAPH_SIZES[-1]
 IN_GRAPH = Decision("graph", "the prefill is a replay of a CUDA graph")
 

@@ -73,7 +73,8 @@ class StepMetadata:
         """Token slots [R,k] of picked positions [R,k]; -1 stays.
 
         Layers that reuse picks hand in the very same memory, so the last translation is kept. Its picks are held, so
-        that nothing else can lie where they do.
+        that nothing else can lie where they do; the memory of a prefill graph nobody holds, so `picks_moved` says what
+        lies there now.
         Where the selection wrote slots as well (`keep_slots`), nothing is left to translate.
         On a CPU, columns that the host knows to be -1 in every row are left out.
         """
@@ -88,9 +89,10 @@ class StepMetadata:
         return self._slots
 
     def picks_moved(self, picks: torch.Tensor, to: torch.Tensor) -> None:
-        """For `slots_of`: picks [R,k] were copied to `to`. A translation of theirs that is kept is one of `to`."""
-        if _same_memory(self._picks, picks):
-            self._picks = to
+        """For `slots_of`: picks [R,k] were copied to `to`. A translation of theirs that is kept is one of `to`; another
+        is forgotten, since an earlier layer's picks may have lain there.
+        """
+        self._picks = to if _same_memory(self._picks, picks) else None
 
     def keep_slots(self, picks: torch.Tensor, slots: torch.Tensor) -> None:
         """For `slots_of`: slots [R,k] of these very picks [R,k], where selection has written both."""

@@ -176,3 +176,15 @@ def test_a_decode_graph_needs_every_step_to_be_recordable(monkeypatch):
         assert "off, sparse_mla=slow reads values on the host" in serving.reasons["decode CUDA graph"]
     finally:
         support._choose.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("topk", "whole"), [(None, True), ("torch", True), ("flashinfer", False), ("sgl-kernel", True)]
+)
+def test_picks_are_whole_where_the_selection_promises_it(topk, whole):
+    """sgl-kernel is SGLang's default for this flag and leaves the choice to the table, where the selection is ours."""
+    flags = KernelFlags(None, None, topk, None)
+    choices = plan.operator_choices(
+        "cuda", "bf16_1152", 90, torch.bfloat16, 16, "all", index_heads=64, topk=2048, flags=flags
+    )
+    assert plan.picks_are_whole(choices) is whole

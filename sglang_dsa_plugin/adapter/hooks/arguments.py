@@ -159,8 +159,10 @@ def _captured_phases(server_args: Any, serving: plan.ServingPlan) -> Any:
         )
     if (Phase.PREFILL, "max_bs") in given or (Phase.PREFILL, "bs") in given:
         return graphs
-    largest = min(graphs.prefill.max_bs, dense_fallback.GRAPH_TOKENS)
-    sizes = [tokens for tokens in dense_fallback.GRAPH_SIZES if tokens <= largest]
+    largest = dense_fallback.GRAPH_TOKENS
+    if 0 < graphs.prefill.max_bs < largest:  # the tokens of a chunk; not positive without chunks
+        largest = graphs.prefill.max_bs
+    sizes = [*(tokens for tokens in dense_fallback.GRAPH_SIZES if tokens < largest), largest]
     return with_phase(graphs, Phase.PREFILL, bs=sizes, max_bs=largest)
 
 

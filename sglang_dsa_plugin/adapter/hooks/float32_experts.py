@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 TARGET = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.forward_native"
@@ -25,10 +26,13 @@ def register() -> str:
 
 
 def scaled(original: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:
-    """The experts' sum times the factor, where the model does not multiply by it and the top-k has not done so."""
+    """The experts' sum times the factor, where the model does not multiply by it and the top-k has not done so. Models
+    of other dtypes, which only a user's own switch brings here, are left as SGLang has them.
+    """
     combined = original(method, layer, dispatch_output)
     factor = method.moe_runner_config.routed_scaling_factor
     in_topk = getattr(layer, "should_fuse_routed_scaling_factor_in_topk", False)
-    if combined.hidden_states.is_cuda and factor is not None and not in_topk:
-        combined.hidden_states.mul_(factor)
+    summed = combined.hidden_states
+    if summed.is_cuda and summed.dtype == torch.float32 and factor is not None and not in_topk:
+        summed.mul_(factor)
     return combined

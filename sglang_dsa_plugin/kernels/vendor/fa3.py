@@ -17,6 +17,8 @@ CUDA graph one less of these: see `_schedule`.
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import math
 
 import torch
@@ -29,6 +31,8 @@ from . import attention
 _SCHEDULED_ROWS = 512
 # With fewer picks it does not split a row, and what would bring a schedule back to its beginning is not launched.
 _SCHEDULED_PICKS = 1024
+# Whether it splits is that build's own rule. With another the schedule is made in every call, as by the kernel itself.
+_SCHEDULED_BY = ("sglang-kernel", "0.4.10")
 
 
 def dense_mha(
@@ -130,6 +134,8 @@ def _schedule(q: torch.Tensor, picks: int) -> torch.Tensor | None:
     rows, heads = q.shape[:2]
     if rows > _SCHEDULED_ROWS or picks < _SCHEDULED_PICKS or not torch.cuda.is_current_stream_capturing():
         return None
+    if _kernels() != _SCHEDULED_BY:
+        return None
     stream = torch.cuda.current_stream(q.device).cuda_stream
     recording = _recording_of(stream)
     if recording is None:
@@ -155,6 +161,16 @@ def _schedule(q: torch.Tensor, picks: int) -> torch.Tensor | None:
             causal=True,
         )
     return _recorded[key]
+
+
+@functools.cache
+def _kernels() -> tuple[str, str]:
+    """The package whose build of FlashAttention 3 is installed, and its version."""
+    name, _ = _SCHEDULED_BY
+    try:
+        return name, importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return name, ""
 
 
 def _recording_of(stream: int) -> int | None:

@@ -99,8 +99,8 @@ def test_dsa_for_a_model_without_it_is_refused(monkeypatch, field, name):
 def captured(monkeypatch):
     """Backend of the prefill graphs on a GPU, of a server that was told `backend`, and the graphs' tokens."""
 
-    def ask(backend, dtype=torch.bfloat16, pp_size=1):
-        graphs = with_phase(CudaGraphConfig(), Phase.PREFILL, backend=backend, bs=[4, 8192], max_bs=8192)
+    def ask(backend, dtype=torch.bfloat16, pp_size=1, most=8192):
+        graphs = with_phase(CudaGraphConfig(), Phase.PREFILL, backend=backend, bs=[4, 8192], max_bs=most)
         view = types.SimpleNamespace(cuda_graph_config=graphs, pp_size=pp_size)
         monkeypatch.setattr(arguments, "resolving_view", lambda _: view)
         monkeypatch.setattr(arguments, "model_config_of", lambda _: types.SimpleNamespace(dtype=dtype))
@@ -115,6 +115,9 @@ def captured(monkeypatch):
 def test_prefill_graphs_are_breakable_or_refused(captured):
     assert captured("breakable") == ("breakable", list(GRAPH_SIZES))
     assert captured("disabled")[0] == "disabled"
+    # As long as a chunk, whatever that is; -1 is none.
+    assert captured("breakable", most=1000)[1] == [n for n in GRAPH_SIZES if n < 1000] + [1000]
+    assert captured("breakable", most=-1)[1] == list(GRAPH_SIZES)
     with pytest.raises(
         plan.Refusal, match=r"--cuda-graph-backend-prefill full is not served.*use breakable or disabled"
     ):

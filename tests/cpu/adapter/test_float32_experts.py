@@ -21,18 +21,19 @@ class OnGpu(torch.Tensor):
 
 
 @pytest.mark.parametrize(
-    ("kind", "factor", "in_topk", "want"),
+    ("kind", "dtype", "factor", "in_topk", "want"),
     [
-        (OnGpu, 2.5, False, 2.5),
-        (OnGpu, 2.5, True, 1.0),
-        (OnGpu, None, False, 1.0),
-        (torch.Tensor, 2.5, False, 1.0),  # on a CPU the model multiplies
+        (OnGpu, torch.float32, 2.5, False, 2.5),
+        (OnGpu, torch.float32, 2.5, True, 1.0),
+        (OnGpu, torch.float32, None, False, 1.0),
+        (OnGpu, torch.bfloat16, 2.5, False, 1.0),  # the user's own switch
+        (torch.Tensor, torch.float32, 2.5, False, 1.0),  # on a CPU the model multiplies
     ],
 )
-def test_the_factor_is_applied_once(kind, factor, in_topk, want):
+def test_the_factor_is_applied_once(kind, dtype, factor, in_topk, want):
     method = SimpleNamespace(moe_runner_config=SimpleNamespace(routed_scaling_factor=factor))
     layer = SimpleNamespace(should_fuse_routed_scaling_factor_in_topk=in_topk)
-    answer = StandardCombineInput(hidden_states=torch.ones(3, 4).as_subclass(kind))
+    answer = StandardCombineInput(hidden_states=torch.ones(3, 4, dtype=dtype).as_subclass(kind))
     asked = []
 
     def experts(*given):
@@ -41,7 +42,7 @@ def test_the_factor_is_applied_once(kind, factor, in_topk, want):
 
     found = float32_experts.scaled(experts, method, layer, "tokens")
     assert asked == [(method, layer, "tokens")]
-    assert torch.equal(found.hidden_states.as_subclass(torch.Tensor), torch.full((3, 4), want))
+    assert torch.equal(found.hidden_states.as_subclass(torch.Tensor), torch.full((3, 4), want, dtype=dtype))
 
 
 def test_what_it_stands_on_is_there():

@@ -67,7 +67,13 @@ def layer(monkeypatch):
         setattr(own, name, functools.partial(getattr(indexer.DsaIndexer, name), own))
     batch = SimpleNamespace(out_cache_loc="slots", forward_mode=SimpleNamespace(is_decode=lambda: True))
     run = functools.partial(
-        indexer.DsaIndexer.forward, own, SimpleNamespace(is_cuda=True), "q_lora", torch.tensor([199, 39]), batch, 4
+        indexer.DsaIndexer.forward,
+        own,
+        SimpleNamespace(is_cuda=True, shape=(2, 8)),
+        "q_lora",
+        torch.tensor([199, 39]),
+        batch,
+        4,
     )
     return run, asked, step
 
@@ -183,3 +189,16 @@ def test_a_prefill_makes_no_plan(layer, monkeypatch):
     run.args[4].forward_mode.is_decode = lambda: False
     run()
     assert asked["by"] == (None, "by prefill") and "plans" not in asked
+
+
+def test_rows_that_ranks_were_padded_with_get_no_picks(in_graph, monkeypatch):
+    """Outside of a graph: SGLang pads a batch for collectives and cuts what attention gets to the real rows."""
+    run, step, given = in_graph
+    monkeypatch.setattr(indexer, "is_in_breakable_cuda_graph", lambda: False)
+    batch = indexer.get_forward_batch()
+    batch.forward_mode = SimpleNamespace(is_decode=lambda: False)
+    monkeypatch.setattr(indexer, "get_global_indexer_capturer", lambda: None)
+    picks = functools.partial(run.func, *run.args[:3], batch, 4)()
+    assert len(given["store"][0]) == len(given["paged"][0]) == REAL
+    assert picks.shape == (PADDED, K) and (picks[REAL:] == -1).all()
+    assert step.slots_of(picks[:REAL])[3].tolist() == list(range(256 + 71 - K, 256 + 71))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sglang_dsa_plugin.backend import core, metadata
-from sglang_dsa_plugin.backend.dense_fallback import Decision
+from sglang_dsa_plugin.backend.dense_fallback import SPARSE_DECODE, Decision
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM, LATENT_LAYOUTS, ROPE_DIM
 from sglang_dsa_plugin.ops import latent_rows
 from tests.cpu.backend.test_metadata import token_table
@@ -143,3 +143,24 @@ def test_prefix_and_new_keys_in_request_order(prefix, extend):
         expected += old[o : o + p, 0].tolist() + new[n : n + e, 0].tolist()
         o, n = o + p, n + e
     assert merged[:, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_picks_are_promised_only_where_the_selection_does(monkeypatch, whole):
+    """A kernel that takes slots as they are would read outside the cache for a pick that is not there."""
+    asked = {}
+
+    def attend(q, *_, **named):
+        asked.update(named)
+        return torch.zeros(*q.shape[:2], 512), None
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(core.sparse_mla, "sparse_mla", attend)
+    step = metadata.decode_step(token_table(256, 2), torch.tensor([0, 1]), torch.tensor([5, 9]), 9, SPARSE_DECODE)
+    picks = step.every_token(64)
+    attention = core.AttentionCore(LATENT_LAYOUTS["bf16_1152"], whole_picks=whole)
+    q = torch.zeros(2, 4, 512).as_subclass(OnGpu)
+    attention.sparse(q, torch.zeros(2, 4, 64), torch.zeros(512, 576), picks, step, 0.1)
+    assert asked["prefix"] is whole and asked["lengths"].tolist() == [5, 9]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sglang_dsa_plugin.backend import metadata
-from sglang_dsa_plugin.backend.dense_fallback import SPARSE_DECODE, Decision
+from sglang_dsa_plugin.backend.dense_fallback import IN_GRAPH, SPARSE_DECODE, Decision
 
 DENSE = Decision("dense", "test")
 
@@ -109,3 +109,22 @@ def test_rows_that_see_at_most_k_tokens_pick_all_of_them(k):
     assert (slots[1] == -1).all() and (slots[2, 70:] == -1).all()
     # One token past k: scores decide.
     assert step.every_token(199) is None
+
+
+def test_picks_of_another_layer_in_the_same_memory_are_translated_anew():
+    """A prefill graph gives the memory of one layer's picks to the next; nobody holds it."""
+    step = metadata.extend_step(
+        torch.arange(512).view(2, 256), torch.tensor([0, 1]), torch.tensor([150, 70]), torch.tensor([3, 1]), 4, 153,
+        IN_GRAPH,
+    )  # fmt: skip
+    memory = torch.empty(6, 64, dtype=torch.int32)
+    for layer in range(2):
+        found = (torch.arange(64) + 3 * layer).repeat(4, 1).int()
+        memory[:4].copy_(found)
+        step.picks_moved(found, memory[:4])
+        assert step.slots_of(memory[:4])[0].tolist() == found[0].tolist()
+        assert step.slots_of(memory[:4])[3].tolist() == (found[3] + 256).tolist()
+    slots = torch.full((4, 64), 7, dtype=torch.int32)
+    step.keep_slots(found, slots)
+    step.picks_moved(found, memory[:4])
+    assert step.slots_of(memory[:4]) is slots
