@@ -39,7 +39,8 @@ def topk(
     """Positions of the k best columns of each row's window: int32 [R, k], ascending, then -1.
 
     Raises ValueError for wrong shapes, dtypes or devices, k < 1 and negative token counts. A window outside the columns
-    of `scores` raises on the CPU; on other devices, where looking would stall the stream, it is cut to the columns.
+    of `scores` raises on the CPU; on other devices, where looking would stall the stream, it is cut to the columns, and
+    positions count from the first of them that is left.
     """
     _check_topk("select.topk", scores, lengths, k, starts, init_tokens, local_tokens)
     run = support.resolve("topk", device=scores.device, impl=impl, k=k, rows=scores.shape[0])

@@ -210,6 +210,8 @@ def _more_selection() -> Iterator[Case]:
     # A row's best spread over many values, and ties by the thousand.
     for label, rows, pages, values in (
         ("one long row", 1, 700, 1 << 20),
+        ("ties in 16 rows", 16, 90, 5),
+        ("two values in one row", 1, 700, 2),
         ("ties in 150 rows", 150, 90, 5),
         ("300 rows", 300, 130, 1 << 20),
         ("ties in 300 rows", 300, 130, 1000),

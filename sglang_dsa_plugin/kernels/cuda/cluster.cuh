@@ -34,8 +34,13 @@ __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ u32 address_in(const void* p, u32 block) {
+// The address of `at`, or of what `p` points to, in the shared memory of the cluster's block `block`.
+__device__ __forceinline__ u32 in_block(u32 at, u32 block) {
     u32 there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"((u32)__cvta_generic_to_shared(p)), "r"(block));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(block));
     return there;
+}
+
+__device__ __forceinline__ u32 address_in(const void* p, u32 block) {
+    return in_block((u32)__cvta_generic_to_shared(p), block);
 }

@@ -1,8 +1,8 @@
 """Exact top-k in CUDA C++, SM 9.0 and later: a cluster of blocks a row (select.cu), or one block of many rows each
 (select_many.cu).
 
-What they do not take (tensors that end within a group of four scores, rows of more than a million) goes to the Triton
-kernels, which give the same picks.
+What they do not take (tensors that end within a group of four scores, rows whose part of the page table does not fit a
+block, far beyond a million columns) goes to the Triton kernels, which give the same picks.
 """
 
 from __future__ import annotations

@@ -25,17 +25,21 @@ __device__ __forceinline__ int load_int(const void* p, long long i, bool wide) {
     return wide ? (int)((const long long*)p)[i] : ((const int*)p)[i];
 }
 
+// The same, cut to -limit .. limit.
+__device__ __forceinline__ int load_within(const void* p, long long i, bool wide, int limit) {
+    const long long value = wide ? ((const long long*)p)[i] : (long long)((const int*)p)[i];
+    return (int)(value < -limit ? -limit : value > limit ? limit : value);
+}
+
 // The length of a row's window, cut to the columns that exist; `line`, where the row begins, moves to the window's start.
-// wide: lengths (1) and starts (2) are int64.
+// wide: lengths (1) and starts (2) are int64. width: at most 2^30.
 __device__ __forceinline__ int window_of(const float*& line, const void* lengths, const void* starts, long long row,
                                          int width, int wide) {
-    int length = load_int(lengths, row, wide & 1);
-    if (starts != nullptr) {
-        const int start = load_int(starts, row, wide & 2);
-        line += start;
-        length = min(length, width - start);
-    }
-    return max(min(length, width), 0);
+    const int length = max(load_within(lengths, row, wide & 1, width), 0);
+    if (starts == nullptr) return length;
+    const int start = load_within(starts, row, wide & 2, width), first = max(start, 0);
+    line += first;
+    return max(min(start + length, width) - first, 0);
 }
 
 // Positions first .. end - 1 of a window compete.

@@ -173,8 +173,9 @@ def select_shapes(gpu: Gpu, columns: int, k: int, page_size: int) -> tuple[Selec
     """All launches that are taken unasked for rows of up to `columns` columns."""
     if not (gpu.kind == "cuda" and gpu.sm in SELECT_MEASURED_SMS) or columns < 1:
         return ()
-    # Launches change where rows fill one more round of a block's scores, and at the last column.
-    widths = {min(w, columns) for w in range(1, columns + _ROUND, _ROUND)}
+    # Launches change where rows fill one more round of a block's scores, and at the last column, which may lie three
+    # further where rows begin within a group of four.
+    widths = {min(w, columns) for w in range(1, columns + _ROUND, _ROUND)} | {columns + 3}
     found = (launch_shape(gpu, rows, width, k, page_size) for rows in range(1, MANY_ROWS + 1) for width in widths)
     return tuple(dict.fromkeys(shape for shape in found if shape is not None))
 

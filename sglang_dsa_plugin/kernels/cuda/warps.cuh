@@ -15,13 +15,6 @@ __device__ __forceinline__ void group_sync(u32 id) {
     asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
 }
 
-// The address of `at` in the shared memory of the cluster's block `rank`.
-__device__ __forceinline__ u32 in_block(u32 at, u32 rank) {
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-    return there;
-}
-
 __device__ __forceinline__ float load_cluster(u32 at) {
     float x;
     asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");

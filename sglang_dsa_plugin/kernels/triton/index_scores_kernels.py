@@ -93,7 +93,10 @@ def head_sum(keys, scale, queries, weight, BN: tl.constexpr, HP: tl.constexpr, G
 def window_of(row, rows, first, last, skip, PAGED: tl.constexpr):
     """(what rows with the same keys share, window length) of rows; 0 keys past the rows and up to `skip` keys."""
     inside = row < rows
-    length = tl.load(last + row, mask=inside, other=0).to(tl.int32)
+    length = tl.load(last + row, mask=inside, other=0)
+    if last.dtype.element_ty == tl.int64:
+        length = tl.minimum(length, 2147483647)  # a longer window is cut to the keys, not to what is left in 32 bits
+    length = length.to(tl.int32)
     group = tl.load(first + row, mask=inside, other=0).to(tl.int32)
     if not PAGED:
         length -= group

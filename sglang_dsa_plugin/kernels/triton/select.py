@@ -37,14 +37,15 @@ _GROUP = 32  # scores that a vector load reads together
 
 @triton.jit
 def _window(row, scores, stride, lengths, starts, width, STARTS: tl.constexpr):
-    """(pointer to the row's window, its length), cut to the columns that exist."""
+    """(pointer to the row's window, its length), cut to the columns that exist: before int64 becomes int32."""
     line = scores + row.to(tl.int64) * stride
-    length = tl.load(lengths + row).to(tl.int32)
+    length = tl.maximum(tl.minimum(tl.load(lengths + row), width), 0).to(tl.int32)
     if STARTS:
-        start = tl.load(starts + row).to(tl.int32)
-        line += start
-        length = tl.minimum(length, width - start)
-    return line, tl.maximum(tl.minimum(length, width), 0)
+        start = tl.maximum(tl.minimum(tl.load(starts + row), width), -width).to(tl.int32)
+        first = tl.maximum(start, 0)
+        line += first
+        length = tl.maximum(tl.minimum(start + length, width) - first, 0)
+    return line, length
 
 
 @triton.jit

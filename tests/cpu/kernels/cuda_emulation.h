@@ -81,6 +81,12 @@ alignas(128) static char memory_of[CLUSTER][SHARED_BYTES];
 static std::function<void()> kernel;
 static int row_now;
 
+struct Pending { std::function<void()> f; const void* bar; };
+static std::vector<Pending> pending; // copies and stores on their way
+static int running[CLUSTER];
+static bool inited_fail;
+static void die(const char* m) { fprintf(stderr, "DIE: %s\n", m); fflush(stderr); abort(); }
+static long spins; static int slow_for, slow_kind, slow;
 static void leave() {
     if (!_setjmp(now->here)) _longjmp(scheduler, 1);
 }
@@ -93,7 +99,7 @@ static void meet(Meeting& m, int all) {
 
 static void run_fiber() {
     kernel();
-    now->done = true;
+    now->done = true; running[now->block]--;
     _longjmp(scheduler, 1);
 }
 
@@ -108,6 +114,8 @@ static bool emulate(int rows, int seed, std::function<void()> body) {
         for (auto& m : of_warp) m = Meeting();
         for (auto& m : of_block) m = Meeting();
         of_cluster = Meeting();
+        pending.clear(); spins = 0;
+        for (int& n : running) n = THREADS;
         order.clear();
         for (int i = 0; i < FIBERS; i++) {
             Fiber& f = fibers[i];
@@ -120,8 +128,15 @@ static bool emulate(int rows, int seed, std::function<void()> body) {
         }
         while (!order.empty()) {
             bool moved = false;
+            if (++spins > 400000) return false;
+            { std::vector<Pending> old; old.swap(pending);
+              std::shuffle(old.begin(), old.end(), random);
+              for (auto& q : old) if (random() % 3 == 0) q.f(); else pending.push_back(q); }
             std::shuffle(order.begin(), order.end(), random);
+            if (slow_for-- <= 0) slow_for = random() % 60, slow_kind = random() % 4, slow = random() % (slow_kind == 1 ? CLUSTER : slow_kind == 2 ? WARPS_OF_ALL : FIBERS);
+            if (slow_kind) moved = true;
             for (Fiber* f : order) {
+                if (slow_kind == 1 && f->block == slow || slow_kind == 2 && f->warp == slow || slow_kind == 3 && f - fibers == slow) continue;
                 if (f->waits_at && f->waits_at->held < f->waits_for) continue;
                 moved = true, now = f;
                 if (_setjmp(scheduler)) continue;
@@ -132,6 +147,7 @@ static bool emulate(int rows, int seed, std::function<void()> body) {
             if (!moved) return false;
             order.erase(std::remove_if(order.begin(), order.end(), [](Fiber* f) { return f->done; }), order.end());
         }
+        if (!pending.empty()) die("copies or stores still on their way when the cluster ended");
     }
     return true;
 }
@@ -228,12 +244,23 @@ struct Barrier {
     int bytes;  // still to come: fewer than none where a store came before it was expected
     unsigned short rounds;  // complete ones
     bool expects;
+    unsigned char magic;
 };
 static void next_round(Barrier& b) {
     if (b.expects && b.bytes == 0) b.rounds++, b.expects = false;
 }
-inline void barrier_init(Barrier& b) { b = Barrier(); }
-inline void copy(void* to, const void* from, u32 bytes, bool, Barrier& b) { memcpy(to, from, bytes), b.rounds++; }
+inline void barrier_init(Barrier& b) { b = Barrier(); b.magic = 77; }
+inline void copy(void* to, const void* from, u32 bytes, bool, Barrier& b) {
+    if (bytes == 0 || bytes % 16 || (u64)to % 16 || (u64)from % 16 || bytes > (1u << 20)) die("bad bulk copy");
+    if (b.magic != 77) die("barrier not initialised");
+    const size_t at = (char*)to - shared_memory();
+    if (at + bytes > SHARED_BYTES) die("copy outside shared");
+    if (b.expects) die("two copies at once");
+    b.expects = true;
+    for (u32 i = 0; i < bytes; i++) ((char*)to)[i] = 0x7e ^ i * 37;
+    const int block = now->block;
+    pending.push_back({[=, &b] { if (!running[block]) die("copy to an ended block"); memcpy(to, from, bytes), b.rounds++, b.expects = false; }, &b});
+}
 inline void copy16(void* to, const void* from) { memcpy(to, from, 16); }
 inline void wait16() {}
 inline float4 load16(const float4* from) { return *from; }
@@ -241,14 +268,19 @@ inline void wait(Barrier& b, u32 parity) {
     while ((b.rounds & 1) == parity) leave();
 }
 inline void expect(Barrier& b, u32 bytes) {
-    if (b.expects) abort();
+    if (b.expects) die("expected twice");
+    if (b.magic != 77) die("expect: not initialised");
     b.expects = true, b.bytes += bytes, next_round(b);
 }
 template <class T>
 inline void store_to(T* p, u32 block, const T& x, Barrier& b) {
-    in_block(p, block) = x;
+    T* to = &in_block(p, block);
     Barrier& there = in_block(&b, block);
-    there.bytes -= sizeof(T), next_round(there);
+    if ((u64)to % sizeof(T)) die("st.async alignment");
+    if (there.magic != 77) die("remote barrier not initialised");
+    const T v = x;
+    pending.push_back({[=, &there] { if (!running[block]) die("store to an ended block");
+        *to = v; there.bytes -= sizeof(T), next_round(there); }, &there});
 }
 inline void wait_for_stores(Barrier& b, u32 parity) { wait(b, parity); }
 inline float __int_as_float(int x) {
@@ -263,4 +295,8 @@ inline int __float_as_int(float x) {
 }
 inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
 inline float __fsub_rn(float x, float y) { return x - y; }
-inline float __fdividef(float x, float y) { return fabsf(y) > 0x1p126f ? 0.0f : x / y; }
+inline float __fdividef(float x, float y) { if (fabsf(y) > 0x1p126f) return 0.0f; float q = x / y;
+ #ifdef PERTURB
+ if (q == q && fabsf(q) < 1e38f && q != 0) { int i = __float_as_int(q); i += PERTURB; q = __int_as_float(i); }
+ #endif
+ return q; }

@@ -99,10 +99,33 @@ def assert_picks(
     at = [None if t is None else t.data_ptr() for t in (lengths, starts, out, slots, table, owner, offsets)]
     more = (width, k, init, local, wide, rows, seed)
     assert run(scores.data_ptr(), scores.stride(0), *at[:5], table.stride(0), *at[5:], *more), "threads wait forever"
-    want = select.topk(scores, lengths, k, starts, *forced, impl="torch")
+    size, first = cut(lengths, starts, width)
+    want = select.topk(scores, size, k, first, *forced, impl="torch")
     moved = want if offsets is None else torch.where(want >= 0, want + offsets.unsqueeze(1), -1)
     assert torch.equal(out, moved.int())
     assert torch.equal(slots, select.positions_to_slots(want, table, owner, 64, impl="torch"))
+
+
+def cut(lengths: torch.Tensor, starts: torch.Tensor | None, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Lengths and starts of windows, cut to `width` columns."""
+    if starts is None:
+        return lengths.clamp(0, width), None
+    first = starts.clamp(0, width)
+    return ((starts + lengths.clamp(0, width)).clamp(max=width) - first).clamp(min=0), first
+
+
+def assert_cut_windows(run: Callable[..., bool], width: int, k: int) -> None:
+    """Windows that begin or end outside the columns, by little, and by more than int32 holds."""
+    scores = selection_inputs.scores("normal", 4, width, torch.Generator().manual_seed(3))
+    far = 2**32 + 3
+    for wide, starts, lengths in (
+        (0, None, [width + 9, 2**31 - 1, -5, width]),
+        (1, None, [far, 2**31, -far, width + 1]),
+        (0, [-20, 5, width + 7, -width], [width, width, 30, 2 * width]),
+        (3, [-far, far, 2**31, 7], [width, 40, far, 2**40]),
+    ):
+        starts = None if starts is None else torch.tensor(starts)
+        assert_picks(run, scores, torch.tensor(lengths), k, starts, wide=wide)
 
 
 def assert_random_windows(run: Callable[..., bool], number: random.Random, width: int, k: int, trial: int) -> None:

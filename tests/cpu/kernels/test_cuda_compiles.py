@@ -24,12 +24,23 @@ CLUSTER_ARCHS = ["sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a"]
     ],
 )
 def test_select(arch, rows, columns):
-    """On SM 9.0 stretches of one, four and eight vectors a thread, and one longer than shared memory holds."""
+    """Held in shared memory and longer than it; `test_every_select_of_an_h200` has the other batches and clusters."""
     sm = int(arch[3:-1])
     shape = tables.select_shape(Gpu("cuda", sm, 132, 99 if sm >= 120 else 227), rows, columns)
     source, name, defines, _ = select.form(shape, select.BOTH, 64)
     takes = program.compile_only(source, arch, defines)[1][name]
     assert takes.registers * shape.threads * shape.blocks <= 65536 and takes.shared == 0 and takes.spilled == 0
+
+
+@pytest.mark.full
+def test_every_select_of_an_h200():
+    shapes = tables.select_shapes(Gpu("cuda", 90, 132, 227), 1 << 20, 2048, 64)
+    few = [shape for shape in shapes if isinstance(shape, tables.SelectShape)]
+    assert {shape.batch for shape in few} == {1, 2, 4, 8} and {shape.cluster for shape in few} >= {1, 2, 4, 8, 16}
+    for shape in few:
+        source, name, defines, _ = select.form(shape, select.BOTH, 64)
+        takes = program.compile_only(source, "sm_90a", defines)[1][name]
+        assert takes.registers * shape.threads * shape.blocks <= 65536 and takes.spilled == 0, shape
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from sglang_dsa_plugin.kernels.cuda import select as cuda_select
 from sglang_dsa_plugin.kernels.cuda import tables
 from tests.cpu.kernels import cuda_emulation
-from tests.cpu.kernels.cuda_emulation import assert_picks, assert_random_windows
+from tests.cpu.kernels.cuda_emulation import assert_cut_windows, assert_picks, assert_random_windows
 from tests.cpu.ops import selection_inputs
 
 pytestmark = cuda_emulation.needs
@@ -53,3 +53,8 @@ def test_windows_forced_tokens_offsets_and_widths(form, trial):
     number = random.Random(trial)
     width, k = number.randrange(2, most - 3), number.choice([1, 64, number.randrange(1, 1500)])
     assert_random_windows(run, number, width, k, trial)
+
+
+def test_windows_outside_the_columns_are_cut(form):
+    run, most = form
+    assert_cut_windows(run, most - 7, 64)

@@ -12,7 +12,7 @@ from sglang_dsa_plugin.kernels.cuda import select as cuda_select
 from sglang_dsa_plugin.kernels.cuda import tables
 from sglang_dsa_plugin.kernels.triton.index_tables import Gpu
 from tests.cpu.kernels import cuda_emulation
-from tests.cpu.kernels.cuda_emulation import assert_picks, assert_random_windows
+from tests.cpu.kernels.cuda_emulation import assert_cut_windows, assert_picks, assert_random_windows
 from tests.cpu.ops import selection_inputs
 
 pytestmark = cuda_emulation.needs
@@ -64,3 +64,8 @@ def test_what_is_launched_on_an_h200(tmp_path, width, k):
     for kind in ("sum of relus", "mostly zeros", "thousands of values", "bursts", "mostly NaN", "any bits"):
         scores = selection_inputs.scores(kind, 3, width, torch.Generator().manual_seed(1))
         assert_picks(run, scores, torch.tensor([width, width - 5, k + 1]), k, seed=3)
+
+
+def test_windows_outside_the_columns_are_cut(form):
+    run, listed = form
+    assert_cut_windows(run, 4 * listed - 7, 64)

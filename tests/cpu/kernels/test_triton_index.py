@@ -15,6 +15,7 @@ import torch
 
 from sglang_dsa_plugin.cache.layouts import FP8
 from sglang_dsa_plugin.ops import index_scores, index_select, select
+from tests.cpu.kernels import cuda_emulation
 from tests.cpu.ops import indexer_inputs
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -90,6 +91,20 @@ else:
         assert torch.equal(beside, got)
         got = triton_topk.select_rows(*args, offsets=offsets, tiles=tiles)
         assert torch.equal(got, torch.where(want >= 0, want + offsets.unsqueeze(1), -1).int())
+
+    @pytest.mark.parametrize("tiles", [WHOLE, SPLIT], ids=["whole", "split"])
+    def test_windows_outside_the_columns_are_cut(tiles):
+        """Also those that begin or end further away than int32 reaches."""
+        far = 2**32 + 3
+        starts = torch.tensor([-20, 5, 707, -700, -far, far, 0])
+        lengths = torch.tensor([700, 700, 30, 1400, 700, 40, far])
+        scores = scores_of("normal", len(starts), 700)
+        size, first = cuda_emulation.cut(lengths, starts, 700)
+        got = triton_topk.select_rows(scores, lengths, 64, starts, 0, 0, tiles=tiles_for(len(starts), tiles))
+        assert torch.equal(got, select.reference(scores, size, 64, first))
+        size, _ = cuda_emulation.cut(lengths, None, 700)
+        got = triton_topk.select_rows(scores, lengths, 64, None, 0, 0, tiles=tiles_for(len(starts), tiles))
+        assert torch.equal(got, select.reference(scores, size, 64))
 
     def assert_scores(got, want):
         assert torch.equal(got.isneginf(), want.isneginf())
