@@ -144,26 +144,31 @@ def _captured_phases(server_args: Any, serving: plan.ServingPlan) -> Any:
     if not serving.capturable:
         graphs = with_phase(graphs, Phase.DECODE, backend=Backend.DISABLED)
     given, why_not = server_args._cuda_graph_config_locked, None
-    if config.pp_size > 1:
+    asked = graphs.prefill.backend if (Phase.PREFILL, "backend") in given else None
+    if asked not in (None, Backend.BREAKABLE, Backend.DISABLED):
+        raise plan.Refusal(
+            f"--cuda-graph-backend-prefill {asked} is not served for DSA models by sglang-dsa-plugin: picks are chosen "
+            "between the segments of a prefill graph; use breakable or disabled"
+        )
+    if not torch.cuda.is_available():
+        why_not = "there is no CUDA"
+    elif config.pp_size > 1:
         why_not = f"they are not served with --pp-size {config.pp_size} yet"
     elif model_config_of(server_args).dtype == torch.float32:
         why_not = "a float32 model runs operators that none can hold"
-    if why_not and (Phase.PREFILL, "backend") in given and graphs.prefill.backend != Backend.DISABLED:
+    if why_not and asked == Backend.BREAKABLE:
         logger.warning("prefill runs outside CUDA graphs: %s", why_not)
-    if not torch.cuda.is_available() or why_not or graphs.prefill.backend == Backend.DISABLED:
+    if why_not or graphs.prefill.backend != Backend.BREAKABLE:
         return with_phase(graphs, Phase.PREFILL, backend=Backend.DISABLED)
-    if graphs.prefill.backend != Backend.BREAKABLE:
-        raise plan.Refusal(
-            f"--cuda-graph-backend-prefill {graphs.prefill.backend} is not served for DSA models by sglang-dsa-plugin: "
-            "picks are chosen between the segments of a prefill graph; use breakable or disabled"
-        )
-    if (Phase.PREFILL, "max_bs") in given or (Phase.PREFILL, "bs") in given:
+    if (Phase.PREFILL, "bs") in given:
         return graphs
-    largest = dense_fallback.GRAPH_TOKENS
-    if 0 < graphs.prefill.max_bs < largest:  # the tokens of a chunk; not positive without chunks
-        largest = graphs.prefill.max_bs
-    sizes = [*(tokens for tokens in dense_fallback.GRAPH_SIZES if tokens < largest), largest]
-    return with_phase(graphs, Phase.PREFILL, bs=sizes, max_bs=largest)
+    most = graphs.prefill.max_bs  # the tokens of a chunk unless it was given; not positive without chunks
+    largest = most if most > 0 else dense_fallback.GRAPH_TOKENS
+    larger = [tokens for tokens in graphs.prefill.bs if dense_fallback.GRAPH_TOKENS < tokens < largest]
+    if (Phase.PREFILL, "max_bs") not in given:
+        largest, larger = min(largest, dense_fallback.GRAPH_TOKENS), []
+    sizes = [tokens for tokens in dense_fallback.GRAPH_SIZES if tokens < largest]
+    return with_phase(graphs, Phase.PREFILL, bs=[*sizes, *larger, largest], max_bs=largest)
 
 
 def _float32_operators() -> None:

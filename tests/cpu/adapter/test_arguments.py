@@ -99,32 +99,40 @@ def test_dsa_for_a_model_without_it_is_refused(monkeypatch, field, name):
 def captured(monkeypatch):
     """Backend of the prefill graphs on a GPU, of a server that was told `backend`, and the graphs' tokens."""
 
-    def ask(backend, dtype=torch.bfloat16, pp_size=1, most=8192):
+    def ask(backend, dtype=torch.bfloat16, pp_size=1, most=8192, cuda=True, more=()):
         graphs = with_phase(CudaGraphConfig(), Phase.PREFILL, backend=backend, bs=[4, 8192], max_bs=most)
         view = types.SimpleNamespace(cuda_graph_config=graphs, pp_size=pp_size)
         monkeypatch.setattr(arguments, "resolving_view", lambda _: view)
         monkeypatch.setattr(arguments, "model_config_of", lambda _: types.SimpleNamespace(dtype=dtype))
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        server = types.SimpleNamespace(_cuda_graph_config_locked={(Phase.PREFILL, "backend")})
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+        server = types.SimpleNamespace(_cuda_graph_config_locked={(Phase.PREFILL, name) for name in ("backend", *more)})
         found = arguments._captured_phases(server, types.SimpleNamespace(capturable=True)).prefill
         return found.backend, found.bs
 
     return ask
 
 
-def test_prefill_graphs_are_breakable_or_refused(captured):
+def test_prefill_graphs_are_breakable_or_none(captured):
     assert captured("breakable") == ("breakable", list(GRAPH_SIZES))
     assert captured("disabled")[0] == "disabled"
     # As long as a chunk, whatever that is; -1 is none.
     assert captured("breakable", most=1000)[1] == [n for n in GRAPH_SIZES if n < 1000] + [1000]
     assert captured("breakable", most=-1)[1] == list(GRAPH_SIZES)
-    with pytest.raises(
-        plan.Refusal, match=r"--cuda-graph-backend-prefill full is not served.*use breakable or disabled"
-    ):
-        captured("full")
+    assert captured("breakable", more=["max_bs"])[1] == [*GRAPH_SIZES, 8192]
+    assert captured("breakable", more=["bs"])[1] == [4, 8192]
 
 
-@pytest.mark.parametrize(("why", "told"), [("float32", {"dtype": torch.float32}), ("--pp-size 2", {"pp_size": 2})])
+@pytest.mark.parametrize("cuda", [True, False])
+def test_prefill_graphs_of_another_kind_are_refused(captured, cuda):
+    said = r"--cuda-graph-backend-prefill full is not served.*use breakable or disabled"
+    with pytest.raises(plan.Refusal, match=said):
+        captured("full", cuda=cuda)
+
+
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [("float32", {"dtype": torch.float32}), ("--pp-size 2", {"pp_size": 2}), ("no CUDA", {"cuda": False})],
+)
 def test_prefill_graphs_that_were_asked_for_in_vain_are_said_so(captured, caplog, why, told):
     assert captured("breakable", **told)[0] == "disabled"
     assert "prefill runs outside CUDA graphs" in caplog.text and why in caplog.text
