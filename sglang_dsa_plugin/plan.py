@@ -52,7 +52,7 @@ class ServingPlan:
         """Whether index queries and keys are Hadamard-rotated: both when keys are fp8, neither otherwise.
 
         The rotation leaves dot products alone and only spreads outliers before fp8 rounding, so without fp8 it is
-        work for nothing. Queries and keys read the same answer: rotating one side only is fault U9.
+        work for nothing. Queries and keys read the same answer: rotating one side only picks the wrong tokens.
         """
         return self.index_key_dtype == FP8
 

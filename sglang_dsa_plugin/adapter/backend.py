@@ -1,6 +1,6 @@
 """The attention backend SGLang sees, in place of its `DeepseekSparseAttnBackend`.
 
-It keeps what the rest of SGLang reads from that class (design: seams B.1 and B.2): `use_mha`, the two pools,
+It keeps what the rest of SGLang reads from that class: `use_mha`, the two pools,
 `forward_metadata`, `max_context_len`, `dsa_index_kpool`, `prepare_mtp_seed_indices`. No built-in DSA class is in its
 MRO. Decode is planned in backend/metadata.py, prefill in adapter/prefill.py; attention runs in backend/core.py.
 """

@@ -8,7 +8,7 @@
   one way of attending, and this is the one that fits every length.
 
 One `Decision` is made per batch; the planner that chooses the model's forward method and the executor that runs it read
-that object and nothing else (fault U57 is two decisions).
+that object and nothing else: two decisions could differ.
 """
 
 from __future__ import annotations

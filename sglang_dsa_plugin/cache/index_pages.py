@@ -1,7 +1,7 @@
 """The index-key cache of one pool: one buffer of pages per layer, none for layers that reuse another layer's picks.
 
 A page holds 64 tokens (cache/layouts.py). Every access is by token slot through ops.key_pages, so keys and scales
-always travel together; copying whole rows of the buffer as if they were tokens is fault U45.
+always travel together; copying whole rows of the buffer as if they were tokens would mix pages up.
 """
 
 from __future__ import annotations

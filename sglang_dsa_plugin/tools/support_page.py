@@ -22,8 +22,8 @@ Written from the support table (`sglang_dsa_plugin/support.py`); a test compares
 implementation that is chosen: `cuda`, `triton` and `torch` are this package's, `flash_mla`, `fa3` and `deep_gemm` are
 kernels of packages that SGLang brings, called through checked adapters. `a / b` means a with the package installed, b
 without it. Head counts are those of one rank, for picks (scores and selection) those of the indexer. Rows are the
-requests of a decode step; prefill means 256 rows or more, for picks 256 a request on average, and with fewer it takes
-what decode takes, for picks always `triton`. Under `triton` and `deep_gemm`, picks on SM 9.0 are selected in CUDA C++,
+requests of a decode step. Prefill means 256 rows or more; a prefill of fewer takes the column of decode. For picks it
+means 256 rows a request on average or more; with fewer they are `triton`. Under `triton` and `deep_gemm`, picks on SM 9.0 are selected in CUDA C++,
 where cuda.core is installed and NVRTC serves the GPU, unless `SGLANG_DSA_PLUGIN_IMPL=triton` asks for Triton alone.
 Where dense prefill is `torch` on a GPU and sparse is not, short prompts run sparse instead. The choice does not depend
 on k from 64 to 4096, nor on the length of a request, but for what its row below says of `deep_gemm`. Kernels of other
@@ -47,7 +47,7 @@ def _gpus() -> Iterator[str]:
     for sm in GPUS:
         run = "**not run**: compiled for, chosen by a mocked capability"
         if sm == 90:
-            run = "run on such a GPU (H200), float32 models excepted"
+            run = "run on such a GPU (H200)"
         yield f"## SM {sm // 10}.{sm % 10}\n\n{run}\n\n" + _table("cuda", sm) + _measured(sm)
 
 
@@ -139,6 +139,7 @@ def _combinations() -> Iterator[str]:
     yield "| `--page-size` | 64, or left out |"
     yield f"| `--kv-cache-dtype` | {', '.join(plan.KV_CACHE_DTYPES)} |"
     yield "| `--dtype` | bfloat16, float32 |"
+    yield "| `--cuda-graph-backend-prefill` | breakable, disabled, or left out |"
     for flag, values in (kernel_flags.served_values() | served_flags.served_values()).items():
         yield f"| `{flag}` | {values} |"
 

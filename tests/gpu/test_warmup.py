@@ -1,4 +1,4 @@
-"""After the warm-up at start no request meets a kernel of this package that was not loaded yet (fault U119).
+"""After the warm-up at start no request meets a kernel of this package that was not loaded yet.
 
 SGLang can name every Triton kernel that is loaded once it serves; the warm-up's own come before its log line. Kernels
 of SGLang itself, whose shapes follow other rules, are reported and not judged.

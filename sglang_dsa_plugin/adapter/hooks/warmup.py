@@ -2,7 +2,7 @@
 
 Why: a Triton kernel compiles when it first runs. Decode's do so while CUDA graphs are captured, but SGLang's own
 warm-up sends one prompt of a few tokens, so the first prompt longer than k compiles the indexer's and sparse
-attention's kernels, and everyone waits (fault U119: sgl-project/sglang#19313). Here SGLang's registry of custom
+attention's kernels, and everyone waits (sgl-project/sglang#19313). Here SGLang's registry of custom
 warm-ups (--warmups) gets one more: prompts as traffic brings them, through the whole server, so that other kernels of
 the model compile too. They run before the port opens; what they left in the cache is dropped.
 Upstream: entrypoints/warmup.py, entrypoints/http_server.py lifespan. Can go: when the backend is asked at start for the

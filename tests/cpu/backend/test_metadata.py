@@ -30,7 +30,7 @@ def test_decode_rows_see_all_of_their_request():
 
 @pytest.mark.parametrize("padding", [0, 3])
 def test_extend_rows_of_a_mixed_batch(padding):
-    # U13: prefixes and extensions that share no offset; one request adds nothing (U98).
+    # Prefixes and extensions that share no offset; one request adds nothing.
     table = token_table(3100, 4)
     requests = torch.tensor([2, 0, 3, 1])
     prefix, extend = torch.tensor([0, 130, 3000, 7]), torch.tensor([5, 64, 1, 0])
