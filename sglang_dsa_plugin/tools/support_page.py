@@ -23,11 +23,12 @@ implementation that is chosen: `cuda`, `triton` and `torch` are this package's, 
 kernels of packages that SGLang brings, called through checked adapters. `a / b` means a with the package installed, b
 without it. Head counts are those of one rank, for picks (scores and selection) those of the indexer. Rows are the
 requests of a decode step. Prefill means 256 rows or more; a prefill of fewer takes the column of decode. For picks it
-means 256 rows a request on average or more; with fewer they are `triton`. Under `triton` and `deep_gemm`, picks on SM 9.0 are selected in CUDA C++,
-where cuda.core is installed and NVRTC serves the GPU, unless `SGLANG_DSA_PLUGIN_IMPL=triton` asks for Triton alone.
-Where dense prefill is `torch` on a GPU and sparse is not, short prompts run sparse instead. The choice does not depend
-on k from 64 to 4096, nor on the length of a request, but for what its row below says of `deep_gemm`. Kernels of other
-packages that have not been measured to be faster are taken by name only; they have a table of their own below.
+means 256 rows a request on average or more; with fewer they are `triton`. Under `triton` and `deep_gemm`, picks on SM
+9.0 are selected in CUDA C++, where cuda.core is installed and NVRTC serves the GPU, unless
+`SGLANG_DSA_PLUGIN_IMPL=triton` asks for Triton alone. Where dense prefill is `torch` on a GPU and sparse is not, short
+prompts run sparse instead. The choice does not depend on k from 64 to 4096, nor on the length of a request, but for
+what its row below says of `deep_gemm`. Kernels of other packages that have not been measured to be faster are taken by
+name only; they have a table of their own below.
 """
 
 _BY_NAME = """## By name
