@@ -158,7 +158,7 @@ class DsaIndexer(torch.nn.Module):
         # Rows past those of the step are padding for collectives between ranks: neither stored nor picked for.
         padding = x.shape[0] - step.rows
         slots = forward_batch.out_cache_loc
-        if padding:
+        if padding > 0:
             x, q_lora, positions, slots = (part[: step.rows] for part in (x, q_lora, positions, slots))
         masked = step.decision.path == "masked"
         picked = return_indices or masked or get_global_indexer_capturer() is not None
@@ -173,7 +173,7 @@ class DsaIndexer(torch.nn.Module):
         )
         if picks is None:
             return None
-        if padding:
+        if padding > 0:
             whole = torch.nn.functional.pad(picks, (0, 0, 0, padding), value=-1)
             step.picks_moved(picks, whole[: step.rows])
             picks = whole
