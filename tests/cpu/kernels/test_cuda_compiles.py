@@ -16,6 +16,19 @@ from sglang_dsa_plugin.kernels.triton.index_tables import Gpu
 CLUSTER_ARCHS = ["sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a"]
 
 
+def gpu_of(arch):
+    sm = int(arch[3:-1])
+    return Gpu("cuda", sm, 132, 99 if sm >= 120 else 227)
+
+
+def assert_select_fits(shape, arch):
+    """A launch of selection compiles to what a processor has room for, with nothing spilled."""
+    source, name, defines, _ = select.form(shape, select.BOTH, 64)
+    takes = program.compile_only(source, arch, defines)[1][name]
+    fits = takes.registers * shape.threads * shape.blocks <= 65536
+    assert fits and takes.shared == 0 and takes.spilled == 0, (shape, takes)
+
+
 @pytest.mark.parametrize(
     ("arch", "rows", "columns"),
     [
@@ -25,22 +38,17 @@ CLUSTER_ARCHS = ["sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a"]
 )
 def test_select(arch, rows, columns):
     """Held in shared memory and longer than it; `test_every_select_of_an_h200` has the other batches and clusters."""
-    sm = int(arch[3:-1])
-    shape = tables.select_shape(Gpu("cuda", sm, 132, 99 if sm >= 120 else 227), rows, columns)
-    source, name, defines, _ = select.form(shape, select.BOTH, 64)
-    takes = program.compile_only(source, arch, defines)[1][name]
-    assert takes.registers * shape.threads * shape.blocks <= 65536 and takes.shared == 0 and takes.spilled == 0
+    shape = tables.select_shape(gpu_of(arch), rows, columns)
+    assert_select_fits(shape, arch)
 
 
 @pytest.mark.full
 def test_every_select_of_an_h200():
-    shapes = tables.select_shapes(Gpu("cuda", 90, 132, 227), 1 << 20, 2048, 64)
+    shapes = tables.select_shapes(gpu_of("sm_90a"), 1 << 20, 2048, 64)
     few = [shape for shape in shapes if isinstance(shape, tables.SelectShape)]
     assert {shape.batch for shape in few} == {1, 2, 4, 8} and {shape.cluster for shape in few} >= {1, 2, 4, 8, 16}
     for shape in few:
-        source, name, defines, _ = select.form(shape, select.BOTH, 64)
-        takes = program.compile_only(source, "sm_90a", defines)[1][name]
-        assert takes.registers * shape.threads * shape.blocks <= 65536 and takes.spilled == 0, shape
+        assert_select_fits(shape, "sm_90a")
 
 
 @pytest.mark.parametrize(
@@ -48,11 +56,8 @@ def test_every_select_of_an_h200():
     [("sm_90a", 32768, 2048), *((arch, 131072, 2048) for arch in CLUSTER_ARCHS), ("sm_90a", 1 << 20, 4096)],
 )
 def test_select_of_many_rows(arch, columns, k):
-    sm = int(arch[3:-1])
-    shape = tables.many_shape(Gpu("cuda", sm, 132, 99 if sm >= 120 else 227), columns, k)
-    source, name, defines, _ = select.form(shape, select.BOTH, 64)
-    takes = program.compile_only(source, arch, defines)[1][name]
-    assert takes.registers * shape.threads * shape.blocks <= 65536 and takes.shared == 0 and takes.spilled == 0
+    shape = tables.many_shape(gpu_of(arch), columns, k)
+    assert_select_fits(shape, arch)
 
 
 @pytest.mark.parametrize("layout", sorted(sparse_mla.FORMS))
