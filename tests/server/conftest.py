@@ -37,4 +37,5 @@ def server(request, slot):
 
 
 def pytest_make_parametrize_id(val):
-    return getattr(val, "name", None)
+    name = getattr(val, "name", None)
+    return name if isinstance(name, str) else None

@@ -21,19 +21,21 @@ class OnGpu(torch.Tensor):
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "factor", "in_topk", "want"),
+    ("on_gpu", "dtype", "factor", "in_topk", "want"),
     [
-        (OnGpu, torch.float32, 2.5, False, 2.5),
-        (OnGpu, torch.float32, 2.5, True, 1.0),
-        (OnGpu, torch.float32, None, False, 1.0),
-        (OnGpu, torch.bfloat16, 2.5, False, 1.0),  # the user's own switch
-        (torch.Tensor, torch.float32, 2.5, False, 1.0),  # on a CPU the model multiplies
+        (True, torch.float32, 2.5, False, 2.5),
+        (True, torch.float32, 2.5, True, 1.0),
+        (True, torch.float32, None, False, 1.0),
+        (True, torch.bfloat16, 2.5, False, 1.0),  # the user's own switch
+        (False, torch.float32, 2.5, False, 1.0),  # on a CPU the model multiplies
     ],
 )
-def test_the_factor_is_applied_once(kind, dtype, factor, in_topk, want):
+def test_the_factor_is_applied_once(on_gpu, dtype, factor, in_topk, want):
     method = SimpleNamespace(moe_runner_config=SimpleNamespace(routed_scaling_factor=factor))
     layer = SimpleNamespace(should_fuse_routed_scaling_factor_in_topk=in_topk)
-    answer = StandardCombineInput(hidden_states=torch.ones(3, 4, dtype=dtype).as_subclass(kind))
+    answer = StandardCombineInput(
+        hidden_states=torch.ones(3, 4, dtype=dtype).as_subclass(OnGpu if on_gpu else torch.Tensor)
+    )
     asked = []
 
     def experts(*given):
