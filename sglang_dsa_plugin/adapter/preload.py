@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WORTH_A_LINE = 0.5  # seconds of compiling
-# Of prefill with a few new tokens for each of many requests; the kernel is one for all numbers up to each of these.
+# Of prefill with a few new tokens for each of many requests. Up to each of these numbers the kernel is one, unless the
+# requests have equally many: such a batch, and one of more rows, may still compile in a request.
 ROWS_OF_PREFILL = (32, 64, 128, 256)
 # Scores and selection in one whose selection is this package's on a GPU.
 _SELECTS_BY_OURS = ("triton", "deep_gemm")

@@ -28,10 +28,12 @@ from . import _check, index_scores, select
 
 @dataclass(frozen=True)
 class Plan:
-    """What `paged` may be handed of a step (`plan`): for an implementation, what it made of the step's rows."""
+    """What `paged` may be handed of a step (`plan`): for an implementation, what it made of its rows and for topk."""
 
     implementation: str
     made: Any
+    rows: int
+    topk: int
 
 
 def ragged(
@@ -101,6 +103,8 @@ def paged(
     budget = _check_picks(op, topk, init_tokens, local_tokens, budget_bytes)
     if plan is not None and impl not in (None, plan.implementation):
         _check.fail(op, "plan", f"one for impl={impl!r}", plan.implementation)
+    if plan is not None and (plan.rows, plan.topk) != (q.shape[0], topk):
+        _check.fail(op, "plan", f"one for {q.shape[0]} rows and topk {topk}", f"{plan.rows} rows, topk {plan.topk}")
     impl = impl if plan is None else plan.implementation
     features = {"device": q.device, "impl": impl, "heads": q.shape[1], "k": topk, "dtype": q.dtype}
     features["rows"] = q.shape[0] // max(1, page_table.shape[0])
@@ -134,7 +138,7 @@ def plan(
     """What `paged` may be handed, for every layer of a step with these rows; None where nothing is to be made once.
 
     pages: of any layer. heads: of the indexer. Nothing is read on the host, so a CUDA graph may hold it.
-    Raises ValueError as `paged` does.
+    Raises ValueError for a topk or budget that `paged` does not take; its tensors are looked at there.
     """
     op = "index_select.plan"
     budget = _check_picks(op, topk, 0, 0, budget_bytes)
@@ -143,7 +147,7 @@ def plan(
     choice = support.choose("index_select_paged", **features, rows=lengths.shape[0], planned=True)
     make = choice.implementation.load_plan()
     made = None if make is None else make(lengths, pages, page_table, row_to_request, topk, budget)
-    return None if made is None else Plan(choice.name, made)
+    return None if made is None else Plan(choice.name, made, lengths.shape[0], topk)
 
 
 def _check_picks(op: str, topk: int, init_tokens: int, local_tokens: int, budget_bytes: int | None) -> int:

@@ -167,7 +167,10 @@ def _captured_phases(server_args: Any, serving: plan.ServingPlan) -> Any:
     larger = [tokens for tokens in graphs.prefill.bs if dense_fallback.GRAPH_TOKENS < tokens < largest]
     if (Phase.PREFILL, "max_bs") not in given:
         largest, larger = min(largest, dense_fallback.GRAPH_TOKENS), []
-    sizes = [tokens for tokens in dense_fallback.GRAPH_SIZES if tokens < largest]
+    # SGLang records DeepEP's collectives for multiples of 8 tokens only, and has seen to that before.
+    unit = 8 if config.moe_a2a_backend == "deepep" else 1
+    largest = max(unit, largest - largest % unit)
+    sizes = [tokens for tokens in dense_fallback.GRAPH_SIZES if tokens < largest and tokens % unit == 0]
     return with_phase(graphs, Phase.PREFILL, bs=[*sizes, *larger, largest], max_bs=largest)
 
 

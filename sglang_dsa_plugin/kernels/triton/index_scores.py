@@ -95,8 +95,10 @@ def score_paged(
 
     requests: how many requests the rows are of, where it is not the whole page table (only speed depends on it).
     tickets: int32 [R] that is to be 0 afterwards (for the selection), which costs nothing while scoring.
-    fill: write -inf past each row's keys, or past none where it is not longer than `skip`.
+    fill: write -inf past each row's keys; only without `skip`.
     """
+    if fill and skip:
+        raise ValueError(f"score_paged: fill wants every row scored, got skip {skip}")
     if not scores.numel() or not pages.shape[0] or not page_table.shape[1]:
         if tickets is not None:
             tickets.zero_()

@@ -42,7 +42,7 @@ def ragged(
     offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`ops.index_select.ragged`: positions int32 [R, topk], plus `offsets` in the same pass."""
-    lengths = (end - start).clamp(min=0).to(torch.int32)
+    lengths = (end - start).clamp(min=0, max=k.shape[0]).to(torch.int32)
 
     def score(
         buffer: torch.Tensor, rows: slice, column: int, sizes: torch.Tensor, skip: int, tickets: torch.Tensor | None

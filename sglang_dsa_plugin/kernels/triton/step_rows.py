@@ -73,8 +73,8 @@ def _rows_kernel(
     PAGE: tl.constexpr,
 ):
     row = tl.program_id(0)
-    length = tl.load(lengths + row).to(tl.int32)
-    size = tl.minimum(tl.where(length > skip, tl.maximum(length, 1), 1), width)
+    length = tl.minimum(tl.load(lengths + row), width).to(tl.int32)  # before int64 becomes int32
+    size = tl.where(length > skip, tl.maximum(length, 1), 1)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < (size + PAGE - 1) // PAGE
     request = tl.load(requests + row).to(tl.int64)

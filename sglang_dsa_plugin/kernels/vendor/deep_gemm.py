@@ -7,12 +7,13 @@ but the key's folded in. What it needs and how the operator's rules are met:
   are scored as one key, and its column replaced;
 - windows inside the keys, pages inside the cache: both are clamped, so padding rows may hold anything;
 - columns outside a row's window are left as they are, junk or not: they are replaced with -inf;
-- keys at an address that is a multiple of 16, as whole tensors have it.
+- keys and scales at an address that is a multiple of 16, as whole tensors have it: others are copied.
 Keys in one piece are scored in two forms of `ragged_scores`: a column a key of the buffer, or a column a key of the
 row's window, for which it compares each score's place with the window's ends.
-It compiles a kernel at its first call for a number of heads, which takes seconds and must not fall into the recording
-of a CUDA graph; SGLang runs every shape once before it records it. `ragged` has one kernel for all shapes of a model,
-which the warm-up's first long prompt brings (adapter/hooks/warmup.py).
+It compiles a kernel at its first call for a number of heads, and one for the schedule of every 32 rows more, which
+takes seconds and must not fall into the recording of a CUDA graph; SGLang runs every shape once before it records it. A
+decode step outside of graphs with more rows than any that is captured compiles its schedule then. `ragged` has one
+kernel for all shapes of a model, which the warm-up's first long prompt brings (adapter/hooks/warmup.py).
 """
 
 from __future__ import annotations
@@ -84,9 +85,13 @@ def ragged_scores(
 
     q, gate = _padded(q, gate)
     more = {} if width is None else {"max_seqlen_k": width}
-    return deep_gemm.fp8_mqa_logits(
-        q, (k.contiguous(), k_scale.contiguous()), gate, first, last, clean_logits=False, **more
-    )
+    return deep_gemm.fp8_mqa_logits(q, (_aligned(k), _aligned(k_scale)), gate, first, last, clean_logits=False, **more)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x in one piece, at an address from which the kernel's bulk copies may read; a copy where it is not."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 def score_row_bytes(width: int) -> int:

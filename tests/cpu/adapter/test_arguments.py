@@ -99,9 +99,9 @@ def test_dsa_for_a_model_without_it_is_refused(monkeypatch, field, name):
 def captured(monkeypatch):
     """Backend of the prefill graphs on a GPU, of a server that was told `backend`, and the graphs' tokens."""
 
-    def ask(backend, dtype=torch.bfloat16, pp_size=1, most=8192, cuda=True, more=()):
+    def ask(backend, dtype=torch.bfloat16, pp_size=1, most=8192, cuda=True, more=(), a2a="none"):
         graphs = with_phase(CudaGraphConfig(), Phase.PREFILL, backend=backend, bs=[4, 8192], max_bs=most)
-        view = types.SimpleNamespace(cuda_graph_config=graphs, pp_size=pp_size)
+        view = types.SimpleNamespace(cuda_graph_config=graphs, pp_size=pp_size, moe_a2a_backend=a2a)
         monkeypatch.setattr(arguments, "resolving_view", lambda _: view)
         monkeypatch.setattr(arguments, "model_config_of", lambda _: types.SimpleNamespace(dtype=dtype))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
@@ -120,6 +120,9 @@ def test_prefill_graphs_are_breakable_or_none(captured):
     assert captured("breakable", most=-1)[1] == list(GRAPH_SIZES)
     assert captured("breakable", more=["max_bs"])[1] == [*GRAPH_SIZES, 8192]
     assert captured("breakable", more=["bs"])[1] == [4, 8192]
+    # Collectives of DeepEP are recorded for multiples of 8 only.
+    assert captured("breakable", a2a="deepep")[1] == list(GRAPH_SIZES[1:])
+    assert captured("breakable", a2a="deepep", most=1001)[1][-2:] == [768, 1000]
 
 
 @pytest.mark.parametrize("cuda", [True, False])

@@ -221,13 +221,15 @@ def test_a_plan_is_made_by_its_implementation_and_handed_back_to_it(monkeypatch)
     support._choose.cache_clear()
     try:
         made = index_select.plan(pages, *rows, 5, 4, 10**6)
-        assert made == index_select.Plan("planner", (5, 10**6))
+        assert made == index_select.Plan("planner", (5, 10**6), len(q), 5)
         call = (q, pages, gate, *rows, 5)
         assert (index_select.paged(*call, budget_bytes=10**6, plan=made) == 7).all()
         assert runs == [(5, 10**6, (5, 10**6))]
         assert (index_select.paged(*call) != 7).any(), "without a plan its rows a request are too few"
         with pytest.raises(ValueError, match=r"index_select\.paged: plan must be one for impl='torch'"):
             index_select.paged(*call, plan=made, impl="torch")
+        with pytest.raises(ValueError, match=r"index_select\.paged: plan must be one for 2 rows and topk 4"):
+            index_select.paged(*call[:-1], 4, plan=made)
     finally:
         support._choose.cache_clear()
 

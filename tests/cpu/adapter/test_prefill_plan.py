@@ -1,0 +1,57 @@
+"""Which rows a prefill's plan has, and which prefills are counted: no server, SGLang's batch is a stand-in."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("sglang")
+
+import torch
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import enable_breakable_cuda_graph
+
+from sglang_dsa_plugin.adapter import prefill
+from sglang_dsa_plugin.adapter.report import NoMetrics
+
+
+@pytest.fixture
+def planner(monkeypatch):
+    """A planner; `flags` says whether its server records a graph."""
+    dp = SimpleNamespace(capturing_prefill_graph=False)
+    monkeypatch.setattr(prefill, "get_flags", lambda: SimpleNamespace(dp=dp))
+    made = prefill.PrefillPlanner(torch.arange(256, dtype=torch.int32).view(1, 256), None, None, NoMetrics())
+    made.flags = dp
+    return made
+
+
+def batch(rows, real=None):
+    """Five new tokens after three cached ones, in `rows` rows."""
+    return SimpleNamespace(
+        extend_prefix_lens_cpu=[3],
+        extend_seq_lens_cpu=[5],
+        extend_prefix_lens=torch.tensor([3]),
+        extend_seq_lens=torch.tensor([5]),
+        req_pool_indices=torch.tensor([0]),
+        positions=torch.zeros(rows, dtype=torch.int64),
+        global_num_token_non_padded_cpu=real,
+        get_max_chunk_capacity=lambda: 1 << 20,
+    )
+
+
+@pytest.mark.parametrize(("rows", "real", "path"), [(5, None, "dense"), (5, 5, "dense"), (6, 5, "sparse")])
+def test_padding_for_collectives_is_left_out(planner, rows, real, path):
+    """SGLang cuts what attention gets to the real rows, so the plan has no others."""
+    step = planner.plan(batch(rows, real), None)
+    assert (step.rows, step.decision.path) == (5, path)
+    assert step.lengths.tolist() == [4, 5, 6, 7, 8]
+    assert planner.paths.batches == {path: 1} and planner.paths.rows == {path: 5}
+
+
+def test_a_prefill_graph_has_the_real_rows_and_its_recording_is_not_counted(planner):
+    with enable_breakable_cuda_graph():
+        planner.flags.capturing_prefill_graph = True
+        planner.plan(batch(5), None)
+        assert not planner.paths.batches
+        planner.flags.capturing_prefill_graph = False
+        step = planner.plan(batch(8), None)
+    assert (step.rows, step.decision.path) == (5, "graph") and not step.decision.expanded
+    assert planner.paths.batches == {"graph": 1} and planner.paths.rows == {"graph": 5}
