@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from sglang.srt.environ import envs
@@ -27,8 +26,7 @@ from sglang.srt.state_capturer.indexer_topk import get_global_indexer_capturer, 
 from sglang.srt.utils import add_prefix
 
 from sglang_dsa_plugin import plan
-from sglang_dsa_plugin.adapter import state
-from sglang_dsa_plugin.cache.layouts import ROPE_DIM
+from sglang_dsa_plugin.adapter import rope_table, state
 from sglang_dsa_plugin.config import DsaConfig, UnsupportedModel
 from sglang_dsa_plugin.indexer.token import TokenIndexer
 from sglang_dsa_plugin.ops import index_select
@@ -117,7 +115,7 @@ class DsaIndexer(torch.nn.Module):
         self.token = TokenIndexer(
             index_n_heads,
             layout,
-            _float_table(rotary),
+            rope_table.float_table(rotary),
             state.index_key_dtype(),
             plan.forced_impl("index_keys_store"),
             plan.forced_impl("index_queries"),
@@ -309,22 +307,3 @@ class PooledIndexerRefusal(torch.nn.Module):
         raise UnsupportedModel(
             "index_kpool > 1: picking pooled keys is not served yet; set SGLANG_DSA_PLUGIN=off on a GPU"
         )
-
-
-_tables: WeakKeyDictionary[torch.nn.Module, torch.Tensor] = WeakKeyDictionary()
-
-
-def _float_table(rotary: torch.nn.Module) -> torch.Tensor:
-    """cos_sin f32 [max positions, 64] of a rotary embedding, one copy for all layers that share it.
-
-    Computed anew, since off CUDA SGLang keeps the module's own table in the model's dtype.
-    """
-    table = _tables.get(rotary)
-    if table is None:
-        table = rotary._compute_cos_sin_cache().float().to(rotary.cos_sin_cache.device).contiguous()
-        if table.shape[1] != ROPE_DIM:
-            raise UnsupportedModel(
-                f"qk_rope_head_dim: the rope table has {table.shape[1]} values a row, expected {ROPE_DIM}"
-            )
-        _tables[rotary] = table
-    return table
