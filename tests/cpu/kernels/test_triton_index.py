@@ -6,32 +6,19 @@ The interpreter must be chosen before Triton is imported, so the tests run in a 
 import dataclasses
 import math
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from sglang_dsa_plugin.cache.layouts import FP8
 from sglang_dsa_plugin.ops import index_scores, index_select, select
-from tests.cpu.kernels import cuda_emulation
+from tests.cpu.kernels import cuda_emulation, interpreted
 from tests.cpu.ops import indexer_inputs
 
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_in_the_interpreter(request):
-        root = Path(__file__).parents[3]
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        command += ["--full"] if request.config.getoption("--full") else []
-        run = subprocess.run(
-            [*command, str(Path(__file__).relative_to(root))],
-            cwd=root,
-            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "2"},
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+        interpreted.assert_passes(__file__, *(["--full"] if request.config.getoption("--full") else []))
 
 else:
     from sglang_dsa_plugin.kernels.triton import index_scores as triton_scores

@@ -4,9 +4,6 @@ The interpreter must be chosen before Triton is imported, so the tests run in a 
 """
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +13,7 @@ from sglang_dsa_plugin.cache.layouts import FP8, LATENT_LAYOUTS
 from sglang_dsa_plugin.kernels.torch_impl import index_front as torch_front
 from sglang_dsa_plugin.kernels.torch_impl import latent_rows as torch_rows
 from sglang_dsa_plugin.ops import latent_rows, quant
+from tests.cpu.kernels import interpreted
 from tests.cpu.ops import index_front_inputs as data
 
 DTYPES = (FP8, torch.bfloat16, torch.float32)
@@ -23,15 +21,7 @@ DTYPES = (FP8, torch.bfloat16, torch.float32)
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_in_the_interpreter():
-        root = Path(__file__).parents[3]
-        run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).relative_to(root))],
-            cwd=root,
-            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "2"},
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+        interpreted.assert_passes(__file__)
 
     @pytest.mark.parametrize(
         ("operator", "on_a_cpu"),

@@ -4,30 +4,20 @@ The interpreter must be chosen before Triton is imported, so the tests run in a 
 """
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from sglang_dsa_plugin import support
 from sglang_dsa_plugin.cache.layouts import FP8
+from tests.cpu.kernels import interpreted
 from tests.cpu.ops import index_front_inputs as data
 
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     @pytest.mark.full
     def test_in_the_interpreter():
-        root = Path(__file__).parents[3]
-        run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).relative_to(root))],
-            cwd=root,
-            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "2"},
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+        interpreted.assert_passes(__file__)
 
     def test_a_gpu_takes_it_before_torch_and_a_cpu_never():
         for sm in (80, 86, 89, 90, 100, 120):
