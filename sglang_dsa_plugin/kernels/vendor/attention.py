@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM, PAGE_SIZE
 
 Result = tuple[torch.Tensor, torch.Tensor]
+Finished = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def nothing(q: torch.Tensor, slots: torch.Tensor, kv_rows: torch.Tensor, out: torch.Tensor | None) -> Result | None:
@@ -65,25 +66,22 @@ def whole_pages(kv_rows: torch.Tensor) -> torch.Tensor:
 
 def finished(
     result: torch.Tensor,
-    lse: torch.Tensor,
+    lse: torch.Tensor | None,
     counts: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-) -> Result:
-    """result bf16 [R, H, 512] and lse f32 [R, H] natural log, without a sink, as the operator gives them.
+) -> Finished:
+    """result bf16 [R, H, 512] and lse f32 [R, H] natural log, without a sink, as the operator gives them. Without lse,
+    which a sink needs, the kernel's rows without a pick are zeros already, and nothing is launched.
 
     counts [R]: valid picks, for a kernel that was handed a slot where a row has none; None where its lse of such a row
     is infinite. sink f32 [H]: brought in here. out: where to write.
     """
-    from sglang_dsa_plugin.kernels.triton.empty_rows import clear_empty_rows
+    if lse is not None:
+        from sglang_dsa_plugin.kernels.triton.empty_rows import clear_empty_rows
 
-    # In the kernel's own tensors: a pass over the output of a prefill would be felt.
-    clear_empty_rows(result, lse, counts, sink)
-    return written(result, out), lse
-
-
-def written(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """result [R, H, 512] itself, contiguous, or `out` with its values."""
+        # In the kernel's own tensors: a pass over the output of a prefill would be felt.
+        clear_empty_rows(result, lse, counts, sink)
     if out is None:
-        return result.contiguous()
-    return out if out.data_ptr() == result.data_ptr() else out.copy_(result)
+        return result.contiguous(), lse
+    return out if out.data_ptr() == result.data_ptr() else out.copy_(result), lse

@@ -111,10 +111,8 @@ def sparse_mla(
         out=target,
         **more,
     )
-    result = result.squeeze(1)
-    if with_lse or sink is not None:
-        return attention.finished(result, lse.squeeze(2), None, sink, out)
-    return attention.written(result, out), None
+    lse = lse.squeeze(2) if with_lse or sink is not None else None
+    return attention.finished(result.squeeze(1), lse, None, sink, out)
 
 
 _Key = tuple[int, torch.device, int, int, int]

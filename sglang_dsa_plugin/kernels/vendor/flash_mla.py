@@ -69,8 +69,7 @@ def sparse_mla(
         use_legacy=True,
         return_log2_lse=None if with_lse else False,  # natural log, or not even written
     )
-    result = result[:, :heads]
-    return attention.finished(result, lse[:, :heads], out=out) if with_lse else (attention.written(result, out), None)
+    return attention.finished(result[:, :heads], lse[:, :heads] if with_lse else None, out=out)
 
 
 def sparse_mla_packed(
@@ -112,8 +111,7 @@ def sparse_mla_packed(
         use_legacy=True,
     )
     # [R, 1, heads, 512] and [R, heads, 1]
-    result, lse = result[:, 0, :heads], lse[:, :heads, 0]
-    return attention.finished(result, lse, out=out) if with_lse else (attention.written(result, out), None)
+    return attention.finished(result[:, 0, :heads], lse[:, :heads, 0] if with_lse else None, out=out)
 
 
 def _padded(heads: int) -> int:

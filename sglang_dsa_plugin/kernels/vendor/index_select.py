@@ -49,7 +49,7 @@ def ragged(
     budget too small for the scores of one row is served by Triton.
     """
     width = k.shape[0]
-    lengths = (end if start is None else end - start).clamp(min=0, max=k.shape[0]).to(torch.int32)
+    lengths = (end if start is None else end - start).clamp(min=0, max=width).to(torch.int32)
     if width <= k_picks:
         picks = identity(lengths, k_picks)
         return picks if offsets is None else add_offsets(picks, offsets)
