@@ -1,8 +1,10 @@
 """A prefill in a CUDA graph answers as the same prefill outside of one.
 
 Graphs hold up to 512 tokens here, so a prompt that comes alone runs in one, and together with a longer prompt does not.
-SGLang takes the next larger graph if that is at most twice the prompt.
-The model is bf16: rows of other batches round other sums, so the bound is what two batches outside of graphs differ by.
+SGLang takes the next larger graph if that is at most twice the prompt. Products of few and of many rows round other
+sums, so the bound is what two graphs of unlike size differ by for the same tokens, the smaller with the prompt alone,
+the larger with more behind it (a float32 model has no prefill graphs). Each layer of such prefills is held against fp64
+in test_live_capture.py.
 """
 
 import pytest
@@ -26,6 +28,13 @@ SPECS = [spec("deepseek_v32", 16, "bf16"), spec("glm_moe_dsa", 64, "fp8_e4m3")]
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("server", SPECS, indirect=True)]
 
 
+def most(a, b):
+    """The largest difference between log-probabilities of the same positions."""
+    rows = min(len(a), len(b))
+    assert rows
+    return float((a[:rows] - b[:rows]).abs().max())
+
+
 def first_and_path(server, prompts):  # noqa: F811
     """Log-probabilities at every position of the first prompt, and the paths that the batch took."""
     server.flush()
@@ -35,23 +44,36 @@ def first_and_path(server, prompts):  # noqa: F811
     return answer.rows, {path for path in after if after[path] > before[path]}
 
 
+def bound(server, lengths):  # noqa: F811
+    """Twice what prompts of these lengths differ by between two graphs, and a rounded sum."""
+    noise = 0.0
+    for length in lengths:
+        prompt = random_prompt(length, seed=length)
+        small, path = first_and_path(server, [prompt])
+        assert path == {"graph"}, (length, path)
+        large, path = first_and_path(server, [prompt + random_prompt(500 - length, seed=3)])
+        assert path == {"graph"}, (length, path)
+        noise = max(noise, most(small, large))
+    assert noise < 0.5, noise
+    return 2 * noise + 0.02
+
+
 def test_a_graph_answers_as_eager(server, record_testsuite_property):  # noqa: F811
-    worst, noise = 0.0, 0.0
+    worst = 0.0
     for length in LENGTHS:
         prompt = random_prompt(length, seed=length)
         graph, path = first_and_path(server, [prompt])
         assert path == {"graph"}, (length, path)
-        one, path = first_and_path(server, [prompt, random_prompt(700, seed=1)])
+        eager, path = first_and_path(server, [prompt, random_prompt(700, seed=1)])
         assert path == {"sparse"}, (length, path)
-        two, path = first_and_path(server, [prompt, random_prompt(1100, seed=2)])
-        assert path == {"sparse"}, (length, path)
-        worst = max(worst, float((graph - one).abs().max()))
-        noise = max(noise, float((two - one).abs().max()))
-    record_testsuite_property(server.spec.name, f"graph against eager {worst:.3g}, eager against eager {noise:.3g}")
-    assert worst <= 2 * noise + 0.02, (worst, noise)
+        assert len(graph) == len(eager)
+        worst = max(worst, most(graph, eager))
+    allowed = bound(server, [n for n in LENGTHS if n <= 400])
+    record_testsuite_property(server.spec.name, f"graph against eager {worst:.3g} of {allowed:.3g}")
+    assert worst <= allowed
 
 
-def test_a_cached_prefix_and_several_prompts_in_one_graph(server):  # noqa: F811
+def test_a_cached_prefix_and_several_prompts_in_one_graph(server, record_testsuite_property):  # noqa: F811
     prompts = [random_prompt(n, seed=10 + n) for n in (40, 130, 200)]
     alone = [first_and_path(server, [prompt])[0] for prompt in prompts]
     server.flush()
@@ -59,8 +81,7 @@ def test_a_cached_prefix_and_several_prompts_in_one_graph(server):  # noqa: F811
     together = server.generate(prompts)
     after = server.prefills()
     assert {path for path in after if after[path] > before[path]} == {"graph"}
-    for a, b in zip(alone, together):
-        assert float((a - b.rows).abs().max()) <= 0.1
+    apart = max(most(a, b.rows) for a, b in zip(alone, together, strict=True))
     # 320 tokens of another prompt are cached, and 150 more follow.
     text = random_prompt(470, seed=99)
     whole, _ = first_and_path(server, [text])
@@ -68,4 +89,10 @@ def test_a_cached_prefix_and_several_prompts_in_one_graph(server):  # noqa: F811
     server.generate([text[:330]])
     rest = server.generate([text], start=320)[0]
     assert rest.meta["cached_tokens"] == 320
-    assert float((whole[rest.first - 1 :] - rest.rows).abs().max()) <= 0.1
+    later = whole[rest.first - 1 :]
+    assert len(later) == len(rest.rows)
+    allowed = bound(server, (40, 130, 200))
+    record_testsuite_property(
+        f"{server.spec.name} together", f"{apart:.3g} and {most(later, rest.rows):.3g} of {allowed:.3g}"
+    )
+    assert max(apart, most(later, rest.rows)) <= allowed
