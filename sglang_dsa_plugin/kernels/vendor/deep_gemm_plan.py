@@ -13,12 +13,16 @@ Three launches, and nothing is read on the host, so a CUDA graph that holds them
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass
 
 import torch
 
 from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
 from sglang_dsa_plugin.kernels.triton import step_rows
+
+logger = logging.getLogger(__name__)
 
 _ROWS = 2048  # rows a call: the schedule keeps a number a row in shared memory (deepseek-ai/DeepGEMM#322)
 _ROWS_PER_PROCESSOR_FROM = 10  # major compute capability, from which on a call takes a row a processor
@@ -67,6 +71,16 @@ def make(
             step_rows.clear_without_long(schedule, lengths[top : top + group], skip)
         schedules.append(schedule)
     return Plan(sizes, table, tuple(schedules), group)
+
+
+@functools.cache
+def say_too_small(least_mb: int) -> None:
+    """Warn that no plan is made since the budget holds no row; once a size and process, as every step comes by."""
+    logger.warning(
+        "sglang-dsa-plugin: the budget of score memory holds no row of DeepGEMM's scores, so decode has them by "
+        "Triton, in stretches; set SGLANG_DSA_PLUGIN_SCORES_MB to %d or more for DeepGEMM's",
+        least_mb,
+    )
 
 
 def _major(device: torch.device) -> int:

@@ -150,8 +150,9 @@ def plan(
     gathers = (scores, selection) == ("deep_gemm", "triton") and rows >= MANY_ROWS * page_table.shape[0]
     if scores != "deep_gemm" or gathers or width <= k or not rows or not len(pages):
         return None
-    step, _ = _rows_of_a_group(rows, width, budget_bytes, scores, selection)
+    step, a_row = _rows_of_a_group(rows, width, budget_bytes, scores, selection)
     if not step:
+        deep_gemm_plan.say_too_small(-(-a_row // 2**20))
         return None
     step = min(step, deep_gemm_plan.rows_a_call(lengths.device))
     return deep_gemm_plan.make(lengths, page_table, row_to_request, len(pages), width, k, step)

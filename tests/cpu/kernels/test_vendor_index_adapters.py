@@ -22,7 +22,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 else:
     from sglang_dsa_plugin.kernels.triton import index_select as triton_select
-    from sglang_dsa_plugin.kernels.vendor import deep_gemm, topk
+    from sglang_dsa_plugin.kernels.vendor import deep_gemm, deep_gemm_plan, topk
     from sglang_dsa_plugin.kernels.vendor import index_select as vendor_select
 
     SCALE = 192**-0.5
@@ -208,7 +208,7 @@ else:
         place = torch.arange(100, dtype=torch.int32)
         assert torch.equal(got, torch.where(place < short.unsqueeze(1), place, -1)) and len(calls) == 1
 
-    def test_nothing_to_plan(monkeypatch):
+    def test_nothing_to_plan(monkeypatch, caplog):
         vendor_fakes.install(monkeypatch, vendor_fakes.deep_gemm(2048))
         monkeypatch.setattr(vendor_select, "MANY_ROWS", 13)
         _, pages, _, lengths, table, owner = prefill_problem()
@@ -217,7 +217,11 @@ else:
         assert vendor_select.plan(lengths, pages, table, owner, 320, 1 << 20, **by) is None, "no row is longer"
         few = lengths[:9], pages, table, owner[:9]
         assert vendor_select.plan(*few, 64, 2048, **by).group == 1
-        assert vendor_select.plan(*few, 64, 2047, **by) is None, "no row fits: another implementation is taken unasked"
+        deep_gemm_plan.say_too_small.cache_clear()
+        for _ in range(2):
+            assert vendor_select.plan(*few, 64, 2047, **by) is None, "no row fits: Triton is taken"
+        (said,) = caplog.messages
+        assert "set SGLANG_DSA_PLUGIN_SCORES_MB to 1 or more" in said and "Triton" in said
         of_triton = {"scores": "triton", "selection": "torch_topk"}
         assert vendor_select.plan(lengths, pages, table, owner, 64, 1 << 20, **of_triton) is None
         assert vendor_select.plan(lengths[:0], pages, table[:0], owner[:0], 64, 1 << 20, **by) is None
