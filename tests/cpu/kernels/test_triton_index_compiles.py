@@ -90,9 +90,9 @@ def test_selection(name, rows, k, write):
     constants = {"C": tiles.capacity, "TILE": tiles.tile, "BLOCK": tiles.block, "SAMPLE": tiles.sample, "PAGE": 64}
     constants |= {"WIDE_READ": True, "STARTS": False, "WRITE": write, "OFFSETS": write == "positions"}
     if tiles.chunks > 1:
-        compiled(select._split_kernel, name, constants | {"CHUNKS": tiles.chunks}, tiles.warps)
+        compiled(select.split_kernel, name, constants | {"CHUNKS": tiles.chunks}, tiles.warps)
     else:
-        compiled(select._rows_kernel, name, constants, tiles.warps)
+        compiled(select.rows_kernel, name, constants, tiles.warps)
 
 
 def score_types(kind):
@@ -124,4 +124,4 @@ def test_small_kernels(name):
     types = dict.fromkeys(("page_table", "sizes", "numbers"), "*i32")
     compiled(step_rows._rows_kernel, name, {"PAGE": 64, "BLOCK": 1024}, 4, **types)
     compiled(step_rows._clear_kernel, name, {"BLOCK": 512}, 4, **types)
-    compiled(select._slots_kernel, name, {"PAGE": 64, "BLOCK": 1024}, 4)
+    compiled(select.slots_kernel, name, {"PAGE": 64, "BLOCK": 1024}, 4)
