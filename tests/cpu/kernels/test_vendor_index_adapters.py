@@ -193,6 +193,40 @@ else:
         vendor_select.paged(q, pages, gate, lengths, table, owner, 64, 2, 3, 3 * 2048, plan=made, **by)
         assert len(plans) == groups + 3
 
+    @pytest.mark.parametrize("planned", [True, False])
+    def test_a_call_takes_so_many_rows(monkeypatch, planned):
+        """From SM 10.0 on a call takes a row a processor, whatever the budget holds."""
+        plans = []
+        vendor_fakes.install(monkeypatch, vendor_fakes.deep_gemm(vendor_fakes.PROCESSORS, [], plans))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+        by = {"scores": "deep_gemm", "selection": "triton"}
+        _, (q, pages, gate, lengths, table, owner) = index_problem(64)
+        made = vendor_select.plan(lengths, pages, table, owner, 64, 1 << 20, **by) if planned else None
+        got = vendor_select.paged(q, pages, gate, lengths, table, owner, 64, 0, 0, 1 << 20, plan=made, **by)
+        assert torch.equal(got, index_select.reference_paged(q, pages, gate, lengths, table, owner, 64))
+        assert len(plans) == -(-9 // vendor_fakes.PROCESSORS)
+
+    def test_a_single_row_says_how_it_is_aligned(monkeypatch):
+        """A vector load of the selection goes by the stride, which is 1 for what one row comes with."""
+        fakes = vendor_fakes.deep_gemm(2048)
+        module = fakes["deep_gemm"]
+        score = module.fp8_paged_mqa_logits
+        module.fp8_paged_mqa_logits = lambda *a, **b: (found := score(*a, **b)).as_strided(found.shape, (1, 1))
+        vendor_fakes.install(monkeypatch, fakes)
+        _, (q, pages, gate, lengths, table, owner) = index_problem(64)
+        made = deep_gemm_plan.make(lengths[:1], table, owner[:1], len(pages), 320, 0)
+        scores = deep_gemm.paged_scores(q[:1], pages, gate[:1], made, 0)
+        assert scores.shape == (1, 320) and scores.stride() == (512, 1)
+
+    def test_windows_past_the_keys_are_cut(monkeypatch):
+        """The fake, like the kernel, must not be asked for keys that are not there."""
+        vendor_fakes.install(monkeypatch, vendor_fakes.deep_gemm(most_rows=0))
+        (q, k, scale, gate), _ = index_problem(64)
+        start = torch.tensor([0, 5, 200, 0, 0, 10, 10, 299, 0])
+        end = torch.tensor([300, 5, 263, 2**40, 1, 9, 200, 2**33, 150])
+        got = vendor_select.ragged(q, k, scale, gate, start, end, 64, 0, 0, 1 << 20)
+        assert torch.equal(got, index_select.reference_ragged(q, k, scale, gate, start, end.clamp(max=300), 64))
+
     def test_rows_that_keep_every_key_are_nobodys_share(monkeypatch):
         """Sizes are at least one key; where no row is longer than k nothing is scored, and queries hold anything."""
         plans, calls = [], []
