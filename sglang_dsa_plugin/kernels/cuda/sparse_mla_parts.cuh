@@ -140,16 +140,27 @@ struct Picks {
     __device__ __forceinline__ Picks(const Arguments& a, const Item& item, u32 rank, u32 warp, u32 lane) {
         slots = a.slots + item.row * a.slots_row;
         int picks = a.picks;
+        tiles = tiles_of(picks);
+        at = rank * tiles * TILE + 16 * warp + lane % 16;
+        ahead = at < picks ? slots[at] : (slot_t)-1;
 #if HAS_LENGTHS
+        // Of a full row the first slots are on their way while the length is.
         picks = max(0, min(picks, a.lengths[item.row]));
+        if (tiles_of(picks) != tiles) {
+            tiles = tiles_of(picks);
+            at = rank * tiles * TILE + 16 * warp + lane % 16;
+            ahead = at < picks ? slots[at] : (slot_t)-1;
+        }
 #endif
-        // Whole tiles, as many to each block of the cluster; a block without any takes one that is empty.
-        tiles = max(1, (picks + TILE * CLUSTER - 1) / (TILE * CLUSTER));
         int first = rank * tiles * TILE;
         limit = min(picks, first + tiles * TILE);
         tiles = max(1, min(tiles, (limit - first + TILE - 1) / TILE));
-        at = first + 16 * warp + lane % 16;
-        ahead = at < limit ? slots[at] : (slot_t)-1;
+        if (at >= limit) ahead = -1;
+    }
+
+    // Whole tiles, as many to each block of the cluster; a block without any takes one that is empty.
+    __device__ __forceinline__ static int tiles_of(int picks) {
+        return max(1, (picks + TILE * CLUSTER - 1) / (TILE * CLUSTER));
     }
 
     // The slot of this lane's pick, or -1; the next tile's is on its way then.

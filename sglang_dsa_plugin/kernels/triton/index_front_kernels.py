@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .e4m3 import encode, inverse_of, scale_bits, scale_of
-from .pdl import let_next_start, wait_for_earlier
+from .pdl import let_next_start, prefetch_rows, wait_for_earlier
 
 
 @triton.jit
@@ -36,13 +36,11 @@ def _load(start, valid, columns):
 
 
 @triton.jit
-def _turn(a, b, cos_sin, cos_sin_stride, positions, max_position, valid, ROPE: tl.constexpr):
-    """Rope on the pairs (a, b), each f32 [n, 32]. A position outside the table is not read; its pairs become 0."""
+def _cos_sin(cos_sin, cos_sin_stride, positions, max_position, valid, ROPE: tl.constexpr):
+    """(cos, sin) of positions [n], f32 [n, 32] each. A position outside the table is not read; it has zeros."""
     inside = (valid & (positions >= 0) & (positions < max_position))[:, None]
     at = cos_sin + positions[:, None] * cos_sin_stride + tl.arange(0, ROPE // 2)[None, :]
-    cos = tl.load(at, mask=inside, other=0.0)
-    sin = tl.load(at + ROPE // 2, mask=inside, other=0.0)
-    return a * cos - b * sin, b * cos + a * sin
+    return tl.load(at, mask=inside, other=0.0), tl.load(at + ROPE // 2, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -50,7 +48,7 @@ def _signs(rows, DIM: tl.constexpr):
     """Rows of the matrix (-1)^popcount(i & j), bf16 [rows, 128]. 0x6996 holds the parities of 0 .. 15."""
     both = rows[:, None] & tl.arange(0, DIM)[None, :]
     odd = (0x6996 >> ((both ^ (both >> 4)) & 15)) & 1
-    return (1 - 2 * odd).to(tl.float32).to(tl.bfloat16)
+    return (0x3F80 | odd << 15).to(tl.uint16).to(tl.bfloat16, bitcast=True)  # 1 with a sign
 
 
 @triton.jit
@@ -95,6 +93,12 @@ def _rotate(a, b, rest, signs_a, signs_b, signs_rest, REST_IS_BF16: tl.constexpr
 @triton.jit
 def _key_tile(
     tile,
+    first,
+    second,
+    others,
+    signs_a,
+    signs_b,
+    signs_c,
     projected,
     weight,
     bias,
@@ -113,7 +117,6 @@ def _key_tile(
     max_position,
     eps,
     LAYER: tl.constexpr,
-    HALF: tl.constexpr,
     FP8_KEYS: tl.constexpr,
     CVT: tl.constexpr,
     TILE: tl.constexpr,
@@ -125,29 +128,33 @@ def _key_tile(
     """`keys_kernel` for rows tile * TILE .. tile * TILE + TILE - 1."""
     r = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     valid = r < rows
-    first, second, others = _columns(HALF, DIM, ROPE)
     start = projected + r * projected_stride
+    # All that is read is asked for before the first sum, behind whose barriers the compiler would leave it.
+    p = tl.load(positions + r, mask=valid, other=0).to(tl.int64)
+    slot = tl.load(slots + r, mask=valid, other=-1).to(tl.int64)
     a, b, c = _load(start, valid, first), _load(start, valid, second), _load(start, valid, others)
+    weight_a, weight_b, weight_c = tl.load(weight + first), tl.load(weight + second), tl.load(weight + others)
+    if LAYER:
+        bias_a, bias_b, bias_c = tl.load(bias + first), tl.load(bias + second), tl.load(bias + others)
+    cos, sin = _cos_sin(cos_sin, cos_sin_stride, p, max_position, valid, ROPE)
     if LAYER:
         mean = ((tl.sum(a, axis=1) + tl.sum(b, axis=1) + tl.sum(c, axis=1)) / DIM)[:, None]
         a, b, c = a - mean, b - mean, c - mean
     square = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1) + tl.sum(c * c, axis=1)
     factor = tl.rsqrt(square / DIM + eps)[:, None]
-    a = a * factor * tl.load(weight + first)[None, :]
-    b = b * factor * tl.load(weight + second)[None, :]
-    c = c * factor * tl.load(weight + others)[None, :]
+    a = a * factor * weight_a[None, :]
+    b = b * factor * weight_b[None, :]
+    c = c * factor * weight_c[None, :]
     if LAYER:
-        a += tl.load(bias + first)[None, :]
-        b += tl.load(bias + second)[None, :]
-        c += tl.load(bias + others)[None, :]
-    p = tl.load(positions + r, mask=valid, other=0).to(tl.int64)
-    a, b = _turn(a, b, cos_sin, cos_sin_stride, p, max_position, valid, ROPE)
-    slot = tl.load(slots + r, mask=valid, other=-1).to(tl.int64)
+        a += bias_a[None, :]
+        b += bias_b[None, :]
+        c += bias_c[None, :]
+    a, b = a * cos - b * sin, b * cos + a * sin
     written = (slot >= 0) & (slot < count)
     page, offset = slot // PAGE, slot % PAGE
     to = (pages + page * page_stride + offset * token_stride)[:, None]
     if FP8_KEYS:
-        x = _rotate(a, b, c, _signs(first, DIM), _signs(second, DIM), _signs(others, DIM), False, NORM)
+        x = _rotate(a, b, c, signs_a, signs_b, signs_c, False, NORM)
         bits = scale_bits(x)
         tl.store(to + tl.arange(0, DIM)[None, :], encode(x * inverse_of(bits)[:, None], CVT), mask=written[:, None])
         tl.store(scales + page * scales_stride + PAGE * DIM // 4 + offset, scale_of(bits), mask=written)
@@ -192,10 +199,18 @@ def keys_kernel(
     pages: bytes where FP8_KEYS, else the keys' dtype, and scales: the f32 view of the same; strides in elements.
     LAYER: LayerNorm with bias, else RMSNorm.
     """
+    first, second, others = _columns(HALF, DIM, ROPE)
+    signs_a, signs_b, signs_c = _signs(first, DIM), _signs(second, DIM), _signs(others, DIM)
     wait_for_earlier(PDL)
     let_next_start(PDL)
     _key_tile(
         tl.program_id(0),
+        first,
+        second,
+        others,
+        signs_a,
+        signs_b,
+        signs_c,
         projected,
         weight,
         bias,
@@ -214,7 +229,6 @@ def keys_kernel(
         max_position,
         eps,
         LAYER,
-        HALF,
         FP8_KEYS,
         CVT,
         TILE,
@@ -226,54 +240,79 @@ def keys_kernel(
 
 
 @triton.jit
-def _needed(n, vectors, lengths, skip, HEADS: tl.constexpr, SKIP: tl.constexpr):
-    """Whether a query among vectors n [TILE] is of a row longer than skip; without SKIP all are needed."""
-    if SKIP:
-        return tl.max(tl.load(lengths + n // HEADS, mask=n < vectors, other=0), 0) > skip
-    else:
-        return True
+def _lengths(n, vectors, lengths, HEADS: tl.constexpr, SKIP: tl.constexpr):
+    """Of the rows of vectors n [TILE]; anything without SKIP."""
+    return tl.load(lengths + n // HEADS, mask=n < vectors, other=0) if SKIP else n
+
+
+@triton.jit
+def _needed(sizes, skip, SKIP: tl.constexpr):
+    """Whether a row of `_lengths` is longer than skip; without SKIP all are needed."""
+    return tl.max(sizes, 0) > skip if SKIP else True
+
+
+@triton.jit
+def _query_inputs(
+    n,
+    first,
+    second,
+    others,
+    projected,
+    weights,
+    positions,
+    cos_sin,
+    projected_stride,
+    cos_sin_stride,
+    weights_stride,
+    vectors,
+    max_position,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    """What `_query_tile` reads for vectors n [TILE]: three parts of each, cos, sin, weights."""
+    valid = n < vectors
+    r, head = (n // HEADS).to(tl.int64), n % HEADS
+    p = tl.load(positions + r, mask=valid, other=0).to(tl.int64)
+    start = projected + r * projected_stride + head * DIM
+    a, b, c = _load(start, valid, first), _load(start, valid, second), _load(start, valid, others)
+    weight = tl.load(weights + r * weights_stride + head, mask=valid, other=0.0).to(tl.float32)
+    cos, sin = _cos_sin(cos_sin, cos_sin_stride, p, max_position, valid, ROPE)
+    return a, b, c, cos, sin, weight
 
 
 @triton.jit
 def _query_tile(
     n,
+    a,
+    b,
+    c,
+    cos,
+    sin,
+    weight,
     first,
     second,
     others,
     signs_a,
     signs_b,
     signs_c,
-    projected,
-    weights,
-    positions,
-    cos_sin,
     q,
     gate,
-    projected_stride,
-    cos_sin_stride,
-    weights_stride,
     vectors,
-    max_position,
     gate_factor,
-    HEADS: tl.constexpr,
+    REST_IS_BF16: tl.constexpr,
     FP8_KEYS: tl.constexpr,
     CVT: tl.constexpr,
     DIM: tl.constexpr,
-    ROPE: tl.constexpr,
     NORM: tl.constexpr,
 ):
     """`queries_kernel` for vectors n [TILE]."""
     valid = n < vectors
-    r, head = (n // HEADS).to(tl.int64), n % HEADS
-    start = projected + r * projected_stride + head * DIM
-    a, b, c = _load(start, valid, first), _load(start, valid, second), _load(start, valid, others)
-    p = tl.load(positions + r, mask=valid, other=0).to(tl.int64)
-    a, b = _turn(a, b, cos_sin, cos_sin_stride, p, max_position, valid, ROPE)
-    weight = tl.load(weights + r * weights_stride + head, mask=valid, other=0.0).to(tl.float32) * gate_factor
+    a, b = a * cos - b * sin, b * cos + a * sin
+    weight *= gate_factor
     to = (q + n.to(tl.int64) * DIM)[:, None]
     if FP8_KEYS:
-        rest_is_bf16: tl.constexpr = projected.dtype.element_ty == tl.bfloat16
-        x = _rotate(a, b, c, signs_a, signs_b, signs_c, rest_is_bf16, NORM)
+        x = _rotate(a, b, c, signs_a, signs_b, signs_c, REST_IS_BF16, NORM)
         bits = scale_bits(x)
         tl.store(to + tl.arange(0, DIM)[None, :], encode(x * inverse_of(bits)[:, None], CVT), mask=valid[:, None])
         weight *= scale_of(bits)
@@ -323,32 +362,48 @@ def queries_kernel(
     begin, step = tl.program_id(0) * TILE, tl.num_programs(0) * TILE
     for turn in range(tl.cdiv(vectors - begin, step)):
         n = begin + turn * step + tl.arange(0, TILE)
-        if _needed(n, vectors, lengths, skip, HEADS, SKIP):
+        # Queries of rows that keep every token, which a long prefill may have many of, are not read.
+        if _needed(_lengths(n, vectors, lengths, HEADS, SKIP), skip, SKIP):
+            a, b, c, cos, sin, weight = _query_inputs(
+                n,
+                first,
+                second,
+                others,
+                projected,
+                weights,
+                positions,
+                cos_sin,
+                projected_stride,
+                cos_sin_stride,
+                weights_stride,
+                vectors,
+                max_position,
+                HEADS,
+                DIM,
+                ROPE,
+            )
             _query_tile(
                 n,
+                a,
+                b,
+                c,
+                cos,
+                sin,
+                weight,
                 first,
                 second,
                 others,
                 signs_a,
                 signs_b,
                 signs_c,
-                projected,
-                weights,
-                positions,
-                cos_sin,
                 q,
                 gate,
-                projected_stride,
-                cos_sin_stride,
-                weights_stride,
                 vectors,
-                max_position,
                 gate_factor,
-                HEADS,
+                projected.dtype.element_ty == tl.bfloat16,
                 FP8_KEYS,
                 CVT,
                 DIM,
-                ROPE,
                 NORM,
             )
 
@@ -398,11 +453,30 @@ def front_kernel(
     """`keys_kernel` in the first programs, `queries_kernel` in the others, each with one tile."""
     tile = tl.program_id(0)
     key_tiles = tl.cdiv(rows, TILE)
+    # Made, and asked for, while the kernel ahead still runs.
+    first, second, others = _columns(HALF, DIM, ROPE)
+    signs_a, signs_b, signs_c = _signs(first, DIM), _signs(second, DIM), _signs(others, DIM)
     if tile < key_tiles:
+        if PDL:
+            r = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+            real = r < rows
+            prefetch_rows(positions + r, real, 32)
+            prefetch_rows(slots + r, real, 32)
+            prefetch_rows(key + r * key_stride, real, DIM * key.dtype.element_ty.primitive_bitwidth // 8)
+            eighth = tl.arange(0, DIM // 8) * 8  # of the norm's f32
+            prefetch_rows(weight + eighth, eighth >= 0, 32)
+            if LAYER:
+                prefetch_rows(bias + eighth, eighth >= 0, 32)
         wait_for_earlier(PDL)
         let_next_start(PDL)
         _key_tile(
             tile,
+            first,
+            second,
+            others,
+            signs_a,
+            signs_b,
+            signs_c,
             key,
             weight,
             bias,
@@ -421,7 +495,6 @@ def front_kernel(
             max_position,
             eps,
             LAYER,
-            HALF,
             FP8_KEYS,
             CVT,
             TILE,
@@ -432,36 +505,59 @@ def front_kernel(
         )
     else:
         n = (tile - key_tiles) * TILE + tl.arange(0, TILE)
-        # Made while the kernel ahead still runs.
-        first, second, others = _columns(HALF, DIM, ROPE)
-        signs_a, signs_b, signs_c = _signs(first, DIM), _signs(second, DIM), _signs(others, DIM)
+        if PDL:
+            r, head = (n // HEADS).to(tl.int64), n % HEADS
+            real = n < vectors
+            prefetch_rows(positions + r, real, 32)
+            if SKIP:
+                prefetch_rows(lengths + r, real, 32)
+            start = query + r * query_stride + head * DIM
+            prefetch_rows(start, real, DIM * query.dtype.element_ty.primitive_bitwidth // 8)
+            prefetch_rows(weights + r * weights_stride + head, real, 32)
         wait_for_earlier(PDL)
         let_next_start(PDL)
-        if _needed(n, vectors, lengths, skip, HEADS, SKIP):
+        # Asked for together with the lengths that say whether they are wanted: these programs wait for memory.
+        sizes = _lengths(n, vectors, lengths, HEADS, SKIP)
+        a, b, c, cos, sin, factor = _query_inputs(
+            n,
+            first,
+            second,
+            others,
+            query,
+            weights,
+            positions,
+            cos_sin,
+            query_stride,
+            cos_sin_stride,
+            weights_stride,
+            vectors,
+            max_position,
+            HEADS,
+            DIM,
+            ROPE,
+        )
+        if _needed(sizes, skip, SKIP):
             _query_tile(
                 n,
+                a,
+                b,
+                c,
+                cos,
+                sin,
+                factor,
                 first,
                 second,
                 others,
                 signs_a,
                 signs_b,
                 signs_c,
-                query,
-                weights,
-                positions,
-                cos_sin,
                 q,
                 gate,
-                query_stride,
-                cos_sin_stride,
-                weights_stride,
                 vectors,
-                max_position,
                 gate_factor,
-                HEADS,
+                query.dtype.element_ty == tl.bfloat16,
                 FP8_KEYS,
                 CVT,
                 DIM,
-                ROPE,
                 NORM,
             )

@@ -138,6 +138,7 @@ def score_paged(
         page_table.stride(0),
         scores.stride(0),
         rows,
+        k.shape[0],
         scores.shape[1],
         skip,
         H=heads,

@@ -35,3 +35,41 @@ def let_next_start(PDL: tl.constexpr):
     """From here on the next kernel may take its place, once all programs of this one have come here or ended."""
     if PDL:
         gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(at):
+    """Has what lies at addresses `at` (uint64; 0: nothing) fetched to the L2 cache. Right ahead of `wait_for_earlier`,
+    too: what another kernel writes later, it writes in that cache. Each brings 32 bytes at least.
+    """
+    tl.inline_asm_elementwise(
+        "{ .reg .pred real; setp.ne.u64 real, $1, 0; @real prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l",
+        [at],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def prefetch_rows(start, real, BYTES: tl.constexpr):
+    """`prefetch` of BYTES, a power of two from 32 on, from each of pointers start [n] on, where real [n]."""
+    first = tl.where(real, start.to(tl.uint64), 0)[:, None]
+    line = (tl.arange(0, BYTES // 32) * 32).to(tl.uint64)[None, :]
+    prefetch(tl.where(first != 0, first + line, 0))
+
+
+@triton.jit
+def prefetch_whole(at, BYTES: tl.constexpr):
+    """`prefetch` of BYTES, a multiple of 16, from each address on that is one, by one instruction."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred real; .reg .u64 off; .reg .u32 bytes; mov.u32 bytes, $2; and.b64 off, $1, 15; "
+        "setp.eq.u64 real, off, 0; setp.ne.and.u64 real, $1, 0, real; "
+        "@real cp.async.bulk.prefetch.L2.global [$1], bytes; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [at, BYTES],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -126,6 +126,22 @@ else:
         want = index_scores.reference_paged(inputs.q, inputs.pages, inputs.gate, *rest)
         assert_scores(triton_scores.paged(inputs.q, inputs.pages, inputs.gate, *rest, None), want)
 
+    @pytest.mark.parametrize("dtype", [FP8, torch.float16])
+    @pytest.mark.parametrize("programs", [1, 2, 8])
+    @pytest.mark.parametrize("length", [0, 1, 128, 300])
+    def test_a_single_row_has_the_scores_that_it_has_among_others(length, programs, dtype, monkeypatch):
+        inputs = indexer_inputs.normal(2, 16, 768, dtype)
+        table = torch.randperm(12, generator=generator())[:5].int().expand(2, 5)
+        lengths, owner = torch.full((2,), length), torch.arange(2)
+        both = triton_scores.paged(inputs.q, inputs.pages, inputs.gate, lengths, table, owner, None)
+        tiles = index_tables.stream_tiles
+        fewer = lambda *shape: dataclasses.replace(tiles(*shape), programs=programs)  # noqa: E731
+        monkeypatch.setattr(index_tables, "stream_tiles", fewer)
+        for r in range(2):
+            part = slice(r, r + 1)
+            alone = (inputs.q[part], inputs.pages, inputs.gate[part], lengths[part], table[part], owner[:1])
+            assert torch.equal(triton_scores.paged(*alone, None), both[part])
+
     def test_nan_of_e4m3_in_a_key_and_in_a_query():
         inputs = indexer_inputs.normal(3, 16, 64, FP8)
         inputs.q[1, 3, 5] = inputs.k[9, 100] = math.nan

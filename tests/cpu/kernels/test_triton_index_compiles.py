@@ -119,6 +119,19 @@ def test_scores_of_few_rows(name):
 
 
 @pytest.mark.parametrize("name", SHARED)
+def test_scores_of_a_single_row(name):
+    for kind in kinds(name):
+        tiles = index_tables.stream_tiles(gpu_of(name), kind, 64, 1, 1)
+        constants = {"H": 64, "HP": 64, "G": 1, "BN": tiles.keys, "ROWS": 1, "KIND": kind}
+        constants |= {"STAGES": tiles.stages, "FILL": kind == "plain"}
+        built = compiled(index_scores_kernels.keys_kernel, name, constants, tiles.warps, **score_types(kind))
+        if pdl.arguments(gpu_of(name))["PDL"]:
+            # Ahead of the wait only what leaves nothing in the L1 cache, where it might be out of date.
+            ahead = built.asm["ptx"].split("griddepcontrol.wait")[0]
+            assert "cp.async.bulk.prefetch.L2" in ahead and ahead.count("ld.global") == ahead.count("ld.global.cg")
+
+
+@pytest.mark.parametrize("name", SHARED)
 def test_small_kernels(name):
     compiled(index_scores_kernels.fill_kernel, name, {"PAGED": True}, 4, out="*fp32")
     types = dict.fromkeys(("page_table", "sizes", "numbers"), "*i32")

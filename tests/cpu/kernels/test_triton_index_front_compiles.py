@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("triton")
 
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM
-from sglang_dsa_plugin.kernels.triton import e4m3, index_front, index_front_kernels, latent_rows
+from sglang_dsa_plugin.kernels.triton import e4m3, index_front, index_front_kernels, latent_rows, pdl
 from tests.cpu.kernels.test_triton_index_compiles import SHARED, compiled, gpu_of
 
 pytestmark = pytest.mark.full
@@ -49,7 +49,11 @@ def test_both(name, layout, fp8):
     types = {"key": "*bf16", "query": "*bf16", "weights": "*fp32", "gate": "*fp32", "gate_factor": "fp32"}
     types |= {"pages": "*u8" if fp8 else "*bf16", "scales": "*fp32" if fp8 else "*bf16", "q": "*u8" if fp8 else "*bf16"}
     fixed = constants(name, layout, fp8) | {"HEADS": 64, "SKIP": True, "LAYER": fp8, "PAGE": 64}
-    compiled(index_front_kernels.front_kernel, name, fixed, index_front.WARPS, **FLOATS, **INDICES, **types)
+    built = compiled(index_front_kernels.front_kernel, name, fixed, index_front.WARPS, **FLOATS, **INDICES, **types)
+    if pdl.arguments(gpu_of(name))["PDL"]:
+        # Nothing is read ahead of the wait for the kernel before, but fetched.
+        ahead = built.asm["ptx"].split("griddepcontrol.wait")[0]
+        assert "prefetch.global.L2" in ahead and "ld.global" not in ahead
 
 
 @pytest.mark.parametrize("name", SHARED)

@@ -36,6 +36,16 @@ def test_splits_cover_the_picks(sm):
         assert plan.splits == 1 or r * -(-h // plan.block_h) * plan.splits <= 2 * 132
 
 
+def test_few_bf16_rows_have_a_tile_for_each_program():
+    def plan(layout, rows, heads):
+        return tiles.choose(90, 132, layout, rows, heads, 2048, True, 1)
+
+    for rows, heads in ((1, 8), (2, 16), (1, 32)):
+        assert plan("bf16_1152", rows, heads) == tiles.Plan("gather", 16, 32, 4, 2, 32, 64)
+        assert plan("fp8_656", rows, heads).kernel == "hopper"
+    assert plan("bf16_1152", 3, 16).kernel == plan("bf16_1152", 2, 32).kernel == "hopper"
+
+
 def test_it_is_the_first_choice_on_a_gpu_and_runs_nowhere_else():
     for layout in LAYOUTS:
         asked = {"device": "cuda", "layout": layout, "heads": 16, "k": 2048}
