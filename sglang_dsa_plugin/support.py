@@ -25,7 +25,9 @@ from sglang_dsa_plugin.support_row import (
     CLUSTER_SMS,
     HEADS,
     INDEX_MAX_K,
+    LARGE_SHARED_SMS,
     MANY_ROWS,
+    NO_VENDOR_SMS,
     ROW_STEPS,
     SOME_ROWS,
     TRITON_SMS,
@@ -178,11 +180,11 @@ _TRITON_ROWS = [
 
 
 def _cuda_row(
-    operator: str, module: str, function: str, sm: frozenset[int], what: str, **features: Any
+    operator: str, module: str, function: str, sm: frozenset[int], what: str, name: str = "cuda", **features: Any
 ) -> Implementation:
     return Implementation(
         operator,
-        "cuda",
+        name,
         f"{_CUDA}.{module}:{function}",
         devices=frozenset({"cuda"}),
         sm=sm,
@@ -206,6 +208,32 @@ _CUDA_ROWS = [
         dtypes=frozenset({torch.bfloat16}),
         first=Where(sm=frozenset({90}), heads=frozenset(range(1, 17)), min_rows=SOME_ROWS),
         takes=frozenset({"q_rope"}),
+    ),
+    # What GPUs without a vendor's kernel run for many heads, measured on SM 9.0 against the Triton kernel they ran.
+    *(
+        _cuda_row(
+            "sparse_mla",
+            "sparse_mla_portable",
+            "sparse_mla",
+            TRITON_SMS,
+            f"mma.sync, 32 or 64 heads a block, {room}; run on SM 9.0 only, compiled for 8.0, 8.6, 8.9, 10.0 and 12.0",
+            name=name,
+            layouts=frozenset({layout}),
+            heads=HEADS,
+            dtypes=frozenset({torch.bfloat16}),
+            first=Where(sm=sms, heads=frozenset(range(33, 129)), min_rows=least),
+            takes=frozenset({"q_rope"}),
+        )
+        for name, layout, sms, least, room in (
+            ("cuda_portable", "bf16_1152", NO_VENDOR_SMS, SOME_ROWS, "99 KiB of shared memory"),
+            (
+                "cuda_portable_fp8",
+                "fp8_656",
+                NO_VENDOR_SMS & LARGE_SHARED_SMS,
+                MANY_ROWS,
+                "163 KiB of shared memory, with less the Triton kernel",
+            ),
+        )
     ),
     *(
         _cuda_row(

@@ -1,4 +1,5 @@
-"""Sparse MLA in Triton on a CUDA device against fp64: the kernel that the table chooses, and the portable one.
+"""Sparse MLA on a CUDA device against fp64: the Triton kernel that is chosen, the portable one, and the portable one in
+CUDA C++ (sparse_mla_portable.py).
 
 Most of the time goes into compiling; on a machine with many cores run it with pytest-xdist (-n 12).
 
@@ -11,6 +12,8 @@ import math
 import pytest
 import torch
 
+from sglang_dsa_plugin.kernels.cuda import sparse_mla_portable as portable
+from sglang_dsa_plugin.kernels.triton import index_tables
 from sglang_dsa_plugin.kernels.triton import sparse_mla as kernels
 from sglang_dsa_plugin.kernels.triton import sparse_mla_tiles as tiles
 from sglang_dsa_plugin.ops import quant, sparse_mla
@@ -64,24 +67,42 @@ def reference(q, kv, slots, layout, sink=None, lengths=None):
     return torch.stack(out), torch.stack(lse)
 
 
-def run(q, kv, slots, layout, sink=None, lengths=None, plan=None):
-    return kernels.sparse_mla(q, kv, slots, SCALE, layout, kv_scale_of(layout), sink, lengths, None, plan)
+def run(q, kv, slots, layout, sink=None, lengths=None, plan=None, q_rope=None):
+    of_plan = portable if isinstance(plan, portable.Plan) else kernels
+    return of_plan.sparse_mla(
+        q, kv, slots, SCALE, layout, kv_scale_of(layout), sink, lengths, None, plan=plan, q_rope=q_rope
+    )
 
 
-def plans(heads, k):
-    """The table's choice, and the portable kernel with and without splits."""
+def plans(heads, k, layout):
+    """The table's choice, and the portable kernels with and without splits."""
     block = 16 if heads <= 16 else 32
     block_n, warps = (64, 8) if heads > 64 else (32, 4)
     return [
         None,
         tiles.Plan("gather", block, 32, 4, 2, 256, -(-k // 256)),
         tiles.Plan("gather", block, block_n, warps, 2, -(-k // block_n) * block_n, 1),
+        *portable_plans(k, layout),
     ]
+
+
+def portable_plans(k, layout):
+    """Those of CUDA C++ that fit into this GPU's shared memory."""
+    if layout not in portable.LAYOUTS:
+        return []
+    fp8, room = layout == "fp8_656", index_tables.gpu_of(torch.device("cuda")).shared_kib << 10
+    whole = -(-k // 32) * 32
+    found = [
+        portable.Plan(64, 3, whole, 1, 2, fp8),
+        portable.Plan(64, 2, 256, -(-k // 256), 1, fp8),
+        portable.Plan(32, 4, whole, 1, 1, fp8),
+    ]
+    return [plan for plan in found if plan.shared_bytes <= room]
 
 
 def check(q, kv, slots, layout, sink=None, lengths=None):
     want = reference(q, kv, slots, layout, sink, lengths)
-    for plan in plans(q.shape[1], slots.shape[1]):
+    for plan in plans(q.shape[1], slots.shape[1], layout):
         assert_attention(run(q, kv, slots, layout, sink, lengths, plan), want)
 
 
@@ -119,11 +140,11 @@ def test_wide_queries(caches, dtype, layout, heads):
 @pytest.mark.parametrize(("rows", "heads"), [(1, 16), (7, 8), (64, 16), (3, 32), (5, 128)])
 def test_queries_in_two_strided_parts(caches, layout, rows, heads):
     # As a server has them: absorbed queries come out of a product by heads, the rest is a part of wider vectors.
-    q, slots, arguments = queries(rows, heads), picks(rows, 2048), (SCALE, layout, kv_scale_of(layout))
+    q, slots = queries(rows, heads), picks(rows, 2048)
     latent = q[..., :512].transpose(0, 1).contiguous().transpose(0, 1)
     rope = torch.cat((torch.full_like(q[..., :128], 7.0), q[..., 512:]), dim=-1)[..., 128:]
-    for plan in plans(heads, 2048):
-        got = kernels.sparse_mla(latent, caches[layout], slots, *arguments, plan=plan, q_rope=rope)
+    for plan in plans(heads, 2048, layout):
+        got = run(latent, caches[layout], slots, layout, plan=plan, q_rope=rope)
         assert all(map(torch.equal, got, run(q, caches[layout], slots, layout, plan=plan)))
 
 
@@ -137,7 +158,7 @@ def test_junk_past_the_length_and_slots_out_of_range_change_nothing(caches, layo
     behind = torch.arange(512, device="cuda") >= lengths[:, None]
     for junk in (-1, N, 2**31 - 1, -(2**31), 7):
         filled = slots.masked_fill(behind, junk)
-        for plan in plans(heads, 512):
+        for plan in plans(heads, 512, layout):
             assert_attention(run(q, kv, filled, layout, lengths=lengths, plan=plan), want)
             if junk != 7:
                 assert_attention(run(q, kv, filled, layout, plan=plan), want)
@@ -149,7 +170,7 @@ def test_a_row_without_picks_reads_nothing_and_gives_zero(caches, heads):
     kv.fill_(math.nan)
     for junk in (-1, N):
         slots = torch.full((5, 2048), junk, device="cuda", dtype=torch.int32)
-        for plan in plans(heads, 2048):
+        for plan in plans(heads, 2048, "bf16_1152"):
             out, lse = run(queries(5, heads), kv, slots, "bf16_1152", plan=plan)
             assert (out == 0).all() and (lse == -math.inf).all()
 
@@ -163,7 +184,7 @@ def test_a_nan_is_seen_where_it_is_picked_and_nowhere_else(caches, layout, rows,
     slots[slots == 11] = 12
     slots[:, 50:90] = -1
     slots[rows, 200] = 11
-    for plan in plans(heads, 300):
+    for plan in plans(heads, 300, layout):
         out, lse = run(queries(rows + 1, heads), kv, slots, layout, plan=plan)
         assert not out[:rows].isnan().any() and not lse[:rows].isnan().any()
         assert out[rows].isnan().any(1).all() and lse[rows].isnan().all()
@@ -225,14 +246,15 @@ def test_heads_are_those_of_a_wider_run_and_padding_is_inert(caches, heads):
     wide = queries(2, 128)
     slots = torch.stack((picks(1, 640, count=N // 2)[0], picks(1, 640, count=N // 2)[0] + N // 2)).int()
     wide[:, heads:] = math.nan
-    got = run(wide[:, :heads], kv, slots, "bf16_1152")
-    assert_attention(got, reference(wide[:, :heads], kv, slots, "bf16_1152"))
+    want = reference(wide[:, :heads], kv, slots, "bf16_1152")
+    for plan in (None, *portable_plans(640, "bf16_1152")):
+        assert_attention(run(wide[:, :heads], kv, slots, "bf16_1152", plan=plan), want)
 
 
 @pytest.mark.parametrize("rows", [65535, 65536, 65537])
 def test_more_rows_than_a_grid_axis_holds(caches, rows):
     q, slots = queries(rows, 1), picks(rows, 4)
-    for plan in (None, tiles.Plan("gather", 16, 32, 4, 2, 32, 1)):
+    for plan in (None, tiles.Plan("gather", 16, 32, 4, 2, 32, 1), portable.Plan(32, 2, 32, 1)):
         out, lse = run(q, caches["bf16_1152"], slots, "bf16_1152", plan=plan)
         tail = slice(rows - 3, rows)
         assert_attention((out[tail], lse[tail]), reference(q[tail], caches["bf16_1152"], slots[tail], "bf16_1152"))
@@ -252,7 +274,7 @@ def test_rows_past_two_to_the_31_bytes_and_elements():
 def test_results_repeat_bit_for_bit(caches, layout, rows, heads):
     q, slots = queries(rows, heads), picks(rows, 2051)
     slots[0, 100:1900] = -1
-    for plan in plans(heads, 2051):
+    for plan in plans(heads, 2051, layout):
         out, lse = run(q, caches[layout], slots, layout, plan=plan)
         for _ in range(24):
             again = run(q, caches[layout], slots, layout, plan=plan)
@@ -262,17 +284,34 @@ def test_results_repeat_bit_for_bit(caches, layout, rows, heads):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("heads", [16, 128])
 def test_inside_a_cuda_graph_with_new_inputs(caches, layout, heads):
-    q, slots = queries(16, heads), picks(16, 2048)
-    run(q, caches[layout], slots, layout)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run(q, caches[layout], slots, layout)
-    for seed in (7, 8):
-        q.copy_(queries(16, heads, seed))
-        slots.copy_(picks(16, 2048, seed))
-        slots[3, seed:] = -1
-        graph.replay()
-        assert_attention(got, reference(q, caches[layout], slots, layout))
+    for plan in (None, *portable_plans(2048, layout)):
+        q, slots = queries(16, heads), picks(16, 2048)
+        run(q, caches[layout], slots, layout, plan=plan)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = run(q, caches[layout], slots, layout, plan=plan)
+        for seed in (7, 8):
+            q.copy_(queries(16, heads, seed))
+            slots.copy_(picks(16, 2048, seed))
+            slots[3, seed:] = -1
+            graph.replay()
+            assert_attention(got, reference(q, caches[layout], slots, layout))
+
+
+@pytest.mark.parametrize("size", [2.0**20, 2.0**-20, 0.0])
+@pytest.mark.parametrize("layout", portable.LAYOUTS)
+def test_values_that_f16_does_not_hold(layout, size):
+    """All of them, and one: the portable kernel in CUDA C++ goes over the picks again."""
+    g = generator(9)
+    latent, rope = torch.randn(N, 512, device="cuda", generator=g), torch.randn(N, 64, device="cuda", generator=g)
+    some = latent.clone()
+    some[11, 100] = 2.0**17
+    for values, q in ((latent * size, queries(3, 64) / max(size, 1)), (some, queries(3, 64) * 2.0**-12)):
+        kv, slots = quant.quantize_latent(values, rope, layout, impl="torch"), picks(3, 300)
+        slots[1, 7] = 11
+        want = reference(q, kv, slots, layout)
+        for plan in portable_plans(300, layout):
+            assert_attention(run(q, kv, slots, layout, plan=plan), want)
 
 
 def test_strided_arguments(caches):
@@ -284,8 +323,10 @@ def test_strided_arguments(caches):
     want = reference(q, caches["bf16_1152"], slots, "bf16_1152")
     for view in (kv[:, :576], torch.cat((kv, kv[:, :1]), 1)[:, :576]):
         part = out[:, ::2, 100:612]
-        got = sparse_mla.sparse_mla(q, view, slots, SCALE, "bf16_1152", out=part, impl="triton")
-        assert_attention(got, want)
+        for impl in ("triton", "cuda_portable"):
+            part.fill_(5)
+            got = sparse_mla.sparse_mla(q, view, slots, SCALE, "bf16_1152", out=part, impl=impl)
+            assert_attention(got, want)
         assert (out[:, 1::2] == 9).all() and (out[:, :, :100] == 9).all() and (out[:, :, 612:] == 9).all()
 
 
@@ -296,6 +337,6 @@ def test_software_decode_equals_hardware_decode(caches, monkeypatch):
         results = []
         for decode in ("cvt", "bits", "ops") if fp8 else ("bits", "ops"):
             monkeypatch.setattr(kernels, "_decode", lambda _, way=decode: way)
-            results.append(run(q, caches[layout], slots, layout, plan=plans(16, 400)[2]))
+            results.append(run(q, caches[layout], slots, layout, plan=plans(16, 400, layout)[2]))
         for out, lse in results[1:]:
             assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])

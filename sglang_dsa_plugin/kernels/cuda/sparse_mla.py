@@ -89,22 +89,15 @@ def sparse_mla(
         # Copies of 16 bytes need such bounds, which a server's cache has. The Triton kernel takes any rows.
         return triton_sparse_mla(q, kv_rows, slots, scale, layout, kv_scale, sink, lengths, out, q_rope=q_rope)
     rows, heads, _ = q.shape
-    nope = _aligned(q[..., :LATENT_DIM])
-    rope = _aligned(q[..., LATENT_DIM:] if q_rope is None else q_rope)
+    nope = aligned(q[..., :LATENT_DIM])
+    rope = aligned(q[..., LATENT_DIM:] if q_rope is None else q_rope)
     result = torch.empty(rows, heads, LATENT_DIM, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
     picks = slots.shape[1]
     if not (rows and heads and picks and kv_rows.shape[0]):
         return result.zero_(), lse.fill_(-math.inf)
-    if slots.dtype not in (torch.int32, torch.int64):
-        slots = slots.to(torch.int32)
-    if slots.stride(1) != 1:
-        slots = slots.contiguous()
-    if lengths is not None:
-        # Cut before they are narrowed; the kernel itself cuts what is int32.
-        narrow = lengths if lengths.dtype == torch.int32 else lengths.clamp(0, picks).to(torch.int32)
-        lengths = narrow.contiguous()
-    written = result if _writable(result) else torch.empty_like(result, memory_format=torch.contiguous_format)
+    slots, lengths = plain_slots(slots), narrow_lengths(lengths, picks)
+    written = result if writable(result) else torch.empty_like(result, memory_format=torch.contiguous_format)
     items = rows * -(-heads // _HEADS)
     processors = index_tables.gpu_of(q.device).processors
 
@@ -151,12 +144,27 @@ def sparse_mla(
     return result, lse
 
 
-def _aligned(q: torch.Tensor) -> torch.Tensor:
+def aligned(q: torch.Tensor) -> torch.Tensor:
     """q, or a copy of it: every head on a 16-byte bound."""
     whole = q.stride(2) == 1 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0 and q.data_ptr() % 16 == 0
     return q if whole else q.contiguous().clone() if q.data_ptr() % 16 else q.contiguous()
 
 
-def _writable(out: torch.Tensor) -> bool:
+def writable(out: torch.Tensor) -> bool:
     """Whether the kernel's stores of 8 bytes fit."""
     return out.stride(2) == 1 and out.stride(0) % 4 == 0 and out.stride(1) % 4 == 0 and out.data_ptr() % 8 == 0
+
+
+def plain_slots(slots: torch.Tensor) -> torch.Tensor:
+    """slots [R, K], or a copy of them: int32 or int64, and contiguous in the last dimension."""
+    if slots.dtype not in (torch.int32, torch.int64):
+        slots = slots.to(torch.int32)
+    return slots if slots.stride(1) == 1 else slots.contiguous()
+
+
+def narrow_lengths(lengths: torch.Tensor | None, picks: int) -> torch.Tensor | None:
+    """lengths [R] in int32: cut before they are narrowed; the kernels themselves cut what is int32."""
+    if lengths is None:
+        return None
+    narrow = lengths if lengths.dtype == torch.int32 else lengths.clamp(0, picks).to(torch.int32)
+    return narrow.contiguous()

@@ -1,26 +1,12 @@
 // Packed fp8 rows in registers: decoding, products with f16, and the scores of a tile (sparse_mla_fp8.cu).
 
-__device__ __forceinline__ void product_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // Four codes -> two registers of two f16, the first code lowest.
 __device__ __forceinline__ void decode(u32& low, u32& high, u32 codes) {
     asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
         : "=r"(low), "=r"(high) : "r"(codes));
 }
 
-// Two floats as f16, x in the lower half, and back.
-__device__ __forceinline__ u32 pair_f16(float x, float y) {
-    u32 both;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(y), "f"(x));
-    return both;
-}
-
+// Two f16 as floats, x from the lower half.
 __device__ __forceinline__ void unpair_f16(float& x, float& y, u32 both) {
     asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
         : "=f"(x), "=f"(y) : "r"(both));

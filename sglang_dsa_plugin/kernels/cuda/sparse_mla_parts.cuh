@@ -121,11 +121,6 @@ struct Item {
     }
 };
 
-// 16 bytes from global to shared memory, or zeros where `real` is false; nothing is read then.
-__device__ __forceinline__ void copy16(u32 to, const void* from, bool real) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
-}
-
 // The barrier counts this thread once all its copies so far are there.
 __device__ __forceinline__ void arrive_when_copied(u32 at) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");

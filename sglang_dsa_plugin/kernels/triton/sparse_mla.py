@@ -115,7 +115,7 @@ def sparse_mla(
             **arguments,
         )
     if plan.splits > 1:
-        _merge(gpu, part, part_lse, sink, out, lse)
+        merge(gpu, part, part_lse, sink, out, lse)
     return out, lse
 
 
@@ -163,7 +163,7 @@ def _wide(
         sparse_mla_hopper_wide.gather_bf16_wide[grid](q, q_rope, views.nope, **arguments)
 
 
-def _merge(
+def merge(
     gpu: index_tables.Gpu,
     part: torch.Tensor,
     part_lse: torch.Tensor,
@@ -171,6 +171,7 @@ def _merge(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
+    """Joins part f32 [R, splits, H, 512] and part_lse f32 [R, splits, H] (base 2) to out [R, H, 512] and lse [R, H]."""
     rows, splits, heads, _ = part.shape
     padded = triton.next_power_of_2(splits)
     # Few, large programs: a program per 128 columns costs more to start than to run.

@@ -1,5 +1,5 @@
-// CUDA C++ on a CPU, as much of it as select.cu and select_many.cu take: in the place of cluster.cuh and
-// compare.cuh and copies.cuh.
+// CUDA C++ on a CPU, as much of it as select.cu, select_many.cu and sparse_mla_portable.cu take: in the place of
+// cluster.cuh, compare.cuh, copies.cuh and (cuda_emulation_tiles.h) tiles.cuh.
 //
 // A thread is a fiber. It runs until it needs others of its warp, block or cluster; then it waits at a meeting point
 // until all have come. Those that may run go on in a shuffled order, and shared memory begins as noise, so a barrier
@@ -158,6 +158,7 @@ struct Index {
 };
 #define threadIdx (Index{(u32)now->thread})
 #define gridDim (Index{CLUSTER})  // of one row
+#define blockIdx (Index{(u32)row_now})  // where a block has a row
 
 inline char* shared_memory() { return memory_of[now->block]; }
 inline void __syncwarp() { meet(of_warp[now->warp], 32); }

@@ -37,15 +37,15 @@ extern "C" bool run(const float* scores, long long stride, const void* lengths, 
 """
 
 
-# In their place stands cuda_emulation.h.
-IN_PTX = {"cluster.cuh", "compare.cuh", "copies.cuh"}
+# In their place stand cuda_emulation.h and cuda_emulation_tiles.h.
+IN_PTX = {"cluster.cuh", "compare.cuh", "copies.cuh", "tiles.cuh"}
 
 
-def _text(source: str) -> str:
+def source_text(source: str) -> str:
     """As `program._text`, without those."""
     text = Path(program.__file__).with_name(source).read_text()
     include = r'(?m)^#include "([\w.]+)"$'
-    return re.sub(include, lambda found: "" if found[1] in IN_PTX else _text(found[1]), text)
+    return re.sub(include, lambda found: "" if found[1] in IN_PTX else source_text(found[1]), text)
 
 
 SHARED = "extern __shared__ __align__(128) char shared[];\n    Shared& sh = *(Shared*)shared;"
@@ -54,7 +54,7 @@ SHARED = "extern __shared__ __align__(128) char shared[];\n    Shared& sh = *(Sh
 def build(folder: Path, form: Form) -> Callable[..., bool]:
     """The kernel with its own arguments, rows and a seed."""
     file, kernel, defines, _ = form
-    source = _text(file)
+    source = source_text(file)
     assert source.count(SHARED) == 1 and "asm" not in source
     source = source.replace(SHARED, "Shared& sh = *(Shared*)shared_memory();")
     built = folder / "select.so"

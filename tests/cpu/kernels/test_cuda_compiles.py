@@ -10,7 +10,7 @@ import triton
 
 pytest.importorskip("cuda.core")
 
-from sglang_dsa_plugin.kernels.cuda import program, select, sparse_mla, tables
+from sglang_dsa_plugin.kernels.cuda import program, select, sparse_mla, sparse_mla_portable, tables
 from sglang_dsa_plugin.kernels.triton.index_tables import Gpu
 
 CLUSTER_ARCHS = ["sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a"]
@@ -73,6 +73,25 @@ def test_sparse_mla(layout, cluster):
     assert takes.registers * 384 <= 65536 and takes.shared == 0 and takes.spilled <= 96
 
 
+# Shared memory of a block in KiB, by compute capability.
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+
+
+@pytest.mark.parametrize("layout", sparse_mla_portable.LAYOUTS)
+@pytest.mark.parametrize(("heads", "rows"), [(32, 4096), (128, 4096), (128, 16)])
+@pytest.mark.parametrize("sm", SHARED_KIB)
+def test_portable_sparse_mla(sm, heads, rows, layout):
+    plan = sparse_mla_portable.choose(Gpu("cuda", sm, 132, SHARED_KIB[sm]), layout, rows, heads, 2048)
+    if plan is None:
+        assert layout == "fp8_656" and SHARED_KIB[sm] < 100
+        return
+    assert plan.shared_bytes <= SHARED_KIB[sm] << 10 and (plan.splits > 1) == (rows == 16)
+    every = plan.defines(lengths=rows == 16, sink=rows > 16, wide_slots=heads == 32, pdl=sm >= 90)
+    takes = program.compile_only(sparse_mla_portable.SOURCE, program.arch_of(sm), every)[1][sparse_mla_portable.NAME]
+    # What is spilled are addresses, read once a tile, and the exact way's.
+    assert takes.registers * sparse_mla_portable.THREADS <= 65536 and takes.shared == 0 and takes.spilled <= 256
+
+
 def launched_early():
     """(source, arch, macros) of kernels that are launched before the one ahead is done."""
     for arch in CLUSTER_ARCHS:
@@ -81,6 +100,10 @@ def launched_early():
             for write, page in ((select.BOTH, 64), (select.POSITIONS, 1))[: 2 if arch == "sm_90a" else 1]:
                 source, _, defines, _ = select.form(shape, write, page)
                 yield source, arch, defines
+    for sm in (90, 120):
+        plan = sparse_mla_portable.choose(Gpu("cuda", sm, 132, SHARED_KIB[sm]), "bf16_1152", 64, 64, 2048)
+        defines = plan.defines(lengths=True, sink=True, wide_slots=False, pdl=True)
+        yield sparse_mla_portable.SOURCE, program.arch_of(sm), defines
     for form in sparse_mla.FORMS.values():
         yield form.source, "sm_90a", form.defines(8, lengths=True, sink=True, wide_slots=True)
 

@@ -1,0 +1,172 @@
+"""Sparse MLA in CUDA C++ for many heads on any GPU from SM 8.0 on: what `sparse_mla_portable.cu` is compiled and
+launched with.
+
+No host synchronisation and no state between calls, so a call can be captured in a CUDA graph once the kernel is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+
+import torch
+
+from sglang_dsa_plugin.cache.layouts import LATENT_DIM
+from sglang_dsa_plugin.kernels.cuda import program
+from sglang_dsa_plugin.kernels.cuda.sparse_mla import aligned, narrow_lengths, plain_slots, writable
+from sglang_dsa_plugin.kernels.triton import index_tables
+from sglang_dsa_plugin.kernels.triton.sparse_mla import merge
+from sglang_dsa_plugin.kernels.triton.sparse_mla import sparse_mla as triton_sparse_mla
+
+# What the source takes for granted, too.
+_TILE = 32
+_ROW_BYTES, _PACKED_BYTES = 1152, 656
+THREADS = 256
+SOURCE, NAME = "sparse_mla_portable.cu", "sparse_mla_portable"
+_LOG2E = 1 / math.log(2)
+LAYOUTS = ("bf16_1152", "fp8_656")
+# (stages, tiles a warp) of blocks of 64 and of 32 heads; the first that fits is taken. Forced on an H200, 2026-11-30,
+# T 4096, S 32K, k 2048, microseconds: 128 heads in bf16 7894 with (3, 2), 7972 with (4, 2), 7963 with (3, 1), 7927 with
+# (5, 1), 8500 with (2, 1); in fp8 10370 with (3, 2), 10698 with (3, 1), 10759 with (4, 1); 32 heads in bf16 2999 with
+# (3, 1), 3027 with (5, 1).
+_FORMS = {64: ((3, 2), (3, 1), (2, 1)), 32: ((3, 1), (2, 1))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """heads: of a block, 32 or 64. stages: tiles in the ring, 2 or more. split_picks: picks of a split, whole tiles.
+    splits: 1 writes the result at once. warp_tiles: of 16 heads, whose scores a warp has: with 2, of 64 heads only, it
+    reads half as often from shared memory, and leaves twice as many parts of scores there. fp8: for packed rows.
+    """
+
+    heads: int
+    stages: int
+    split_picks: int
+    splits: int
+    warp_tiles: int = 1
+    fp8: bool = False
+
+    def defines(self, *, lengths: bool, sink: bool, wide_slots: bool, pdl: bool) -> dict[str, int]:
+        """Macros. wide_slots: int64. pdl: the launch may begin before the one ahead is done."""
+        return {
+            "FP8": int(self.fp8),
+            "HEADS": self.heads,
+            "STAGES": self.stages,
+            "WARP_TILES": self.warp_tiles,
+            "PARTIAL": int(self.splits > 1),
+            "HAS_LENGTHS": int(lengths),
+            "HAS_SINK": int(sink and self.splits == 1),
+            "SLOTS64": int(wide_slots),
+            "PDL": int(pdl),
+        }
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block, as `Shared` of the source divides it."""
+        return shared_bytes(self.heads, self.stages, self.warp_tiles, self.fp8)
+
+
+def shared_bytes(heads: int, stages: int, warp_tiles: int = 1, fp8: bool = False) -> int:
+    """Of a block with so many heads and tiles in its ring."""
+    tiles = (2 if fp8 else stages) * _TILE * _ROW_BYTES
+    packed = _TILE * (stages * _PACKED_BYTES + 4 * 4) + 16 if fp8 else 0
+    scores, weights = 8 * 16 * _TILE * 4 * warp_tiles, 2 * heads * _TILE * 2
+    small = heads * (3 * 4 + 8 * 4) + stages * _TILE + 32
+    return tiles + packed + scores + weights + small
+
+
+def choose(gpu: index_tables.Gpu, layout: str, rows: int, heads: int, picks: int) -> Plan | None:
+    """The plan for a shape, None where the GPU has not enough shared memory. From shapes and the GPU model only, so
+    results repeat.
+    """
+    block, fp8 = 32 if heads <= 32 else 64, layout == "fp8_656"
+    fits = (form for form in _FORMS[block] if shared_bytes(block, *form, fp8) <= gpu.shared_kib << 10)
+    form = next(fits, None)
+    if form is None:
+        return None
+    tiles, programs = -(-picks // _TILE), rows * -(-heads // block)
+    # Splits that fill the GPU once, a block a multiprocessor.
+    wanted = min(max(1, gpu.processors // programs), tiles)
+    per_split = -(-tiles // wanted)
+    return Plan(block, form[0], per_split * _TILE, -(-tiles // per_split), form[1], fp8)
+
+
+def sparse_mla(
+    q: torch.Tensor,
+    kv_rows: torch.Tensor,
+    slots: torch.Tensor,
+    scale: float,
+    layout: str,
+    kv_scale: float = 1.0,
+    sink: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    q_rope: torch.Tensor | None = None,
+    plan: Plan | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.sparse_mla.sparse_mla` for bf16 q and LAYOUTS. plan: instead of `choose`, for measurements."""
+    row_stride = kv_rows.stride(0) * kv_rows.element_size()
+    if kv_rows.data_ptr() % 16 or row_stride % 16:
+        # Copies of 16 bytes need such bounds, which a server's cache has. The Triton kernel takes any rows.
+        return triton_sparse_mla(q, kv_rows, slots, scale, layout, kv_scale, sink, lengths, out, q_rope=q_rope)
+    rows, heads, _ = q.shape
+    nope = aligned(q[..., :LATENT_DIM])
+    rope = aligned(q[..., LATENT_DIM:] if q_rope is None else q_rope)
+    result = torch.empty(rows, heads, LATENT_DIM, dtype=q.dtype, device=q.device) if out is None else out
+    lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
+    picks = slots.shape[1]
+    if not (rows and heads and picks and kv_rows.shape[0]):
+        return result.zero_(), lse.fill_(-math.inf)
+    slots, lengths = plain_slots(slots), narrow_lengths(lengths, picks)
+    gpu = index_tables.gpu_of(q.device)
+    if plan is None:
+        plan = choose(gpu, layout, rows, heads, picks)
+    if plan is None:
+        return triton_sparse_mla(q, kv_rows, slots, scale, layout, kv_scale, sink, lengths, out, q_rope=q_rope)
+    if plan.splits > 1:
+        written = torch.empty(rows, plan.splits, heads, LATENT_DIM, dtype=torch.float32, device=q.device)
+        written_lse = torch.empty(rows, plan.splits, heads, dtype=torch.float32, device=q.device)
+        out_row = out_head = 0  # the kernel knows how parts lie
+    else:
+        written = result if writable(result) else torch.empty_like(result, memory_format=torch.contiguous_format)
+        written_lse, out_row, out_head = lse, written.stride(0), written.stride(1)
+    pdl = bool(gpu.sm and gpu.sm >= 90)
+    macros = plan.defines(
+        lengths=lengths is not None, sink=sink is not None, wide_slots=slots.dtype == torch.int64, pdl=pdl
+    )
+    run = program.kernel(SOURCE, NAME, q.device, macros, shared_bytes=plan.shared_bytes)
+    run.launch(
+        rows * plan.splits * -(-heads // plan.heads),
+        THREADS,
+        (
+            nope.data_ptr(),
+            rope.data_ptr(),
+            kv_rows.data_ptr(),
+            slots.data_ptr(),
+            0 if lengths is None else lengths.data_ptr(),
+            0 if sink is None else sink.data_ptr(),
+            written.data_ptr(),
+            written_lse.data_ptr(),
+            ctypes.c_int64(nope.stride(0)),
+            ctypes.c_int64(nope.stride(1)),
+            ctypes.c_int64(rope.stride(0)),
+            ctypes.c_int64(rope.stride(1)),
+            ctypes.c_int64(row_stride),
+            ctypes.c_int64(slots.stride(0)),
+            ctypes.c_int64(out_row),
+            ctypes.c_int64(out_head),
+            ctypes.c_int32(kv_rows.shape[0]),
+            ctypes.c_int32(heads),
+            ctypes.c_int32(picks),
+            ctypes.c_int32(plan.split_picks),
+            ctypes.c_int32(plan.splits),
+            ctypes.c_float(scale * _LOG2E),
+        ),
+        pdl=pdl,
+    )
+    if plan.splits > 1:
+        merge(gpu, written, written_lse, sink, result, lse)
+    elif written is not result:
+        result.copy_(written)
+    return result, lse
