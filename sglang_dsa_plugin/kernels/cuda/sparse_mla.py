@@ -27,18 +27,25 @@ MOST_BLOCKS = 8  # of a cluster, where nothing is asked of the GPU
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The kernel of one layout. row_bytes: of a cache row; stages: tiles in the ring."""
+    """The kernel of one layout. row_bytes: of a cache row; stages: tiles in the ring; slots: its places; eight: up to 8
+    heads have a form of their own.
+    """
 
     source: str
     name: str
     row_bytes: int
     stages: int
+    slots: int
+    eight: bool
 
-    def defines(self, cluster: int, *, lengths: bool, sink: bool, wide_slots: bool) -> dict[str, int]:
-        """Macros. wide_slots: int64."""
+    def defines(
+        self, cluster: int, *, lengths: bool, sink: bool, wide_slots: bool, heads: int = _HEADS
+    ) -> dict[str, int]:
+        """Macros. wide_slots: int64. The form for up to 8 heads was measured for blocks that share no row."""
         return {
             "CLUSTER": cluster,
             "STAGES": self.stages,
+            "HEADS": 8 if self.eight and cluster == 1 and heads <= 8 else _HEADS,
             "HAS_LENGTHS": int(lengths),
             "HAS_SINK": int(sink),
             "SLOTS64": int(wide_slots),
@@ -47,14 +54,14 @@ class Form:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, as `Shared` of the source divides it."""
-        stage = _TILE * self.row_bytes + 32  # a tile, its information and two barriers
+        ring = self.stages * _TILE * self.row_bytes + 32 * self.slots  # tiles; of a place its information, two barriers
         turn = _HEADS * (4 * _TILE + 32 + 4 + 16) + 16  # weights, factors, maxima, and two barriers
-        return self.stages * stage + 2 * turn + 8 * _HEADS
+        return ring + 2 * turn + 8 * _HEADS
 
 
 FORMS = {
-    "bf16_1152": Form("sparse_mla.cu", "sparse_mla_bf16", 1152, 3),
-    "fp8_656": Form("sparse_mla_fp8.cu", "sparse_mla_fp8", 656, 4),
+    "bf16_1152": Form("sparse_mla.cu", "sparse_mla_bf16", 1152, 3, slots=12, eight=True),
+    "fp8_656": Form("sparse_mla_fp8.cu", "sparse_mla_fp8", 656, 4, slots=4, eight=False),
 }
 
 
@@ -110,7 +117,8 @@ def sparse_mla(
 
     def kernel(blocks: int) -> program.Kernel:
         wide = slots.dtype == torch.int64
-        macros = form.defines(blocks, lengths=lengths is not None, sink=sink is not None, wide_slots=wide)
+        given = {"lengths": lengths is not None, "sink": sink is not None, "wide_slots": wide, "heads": heads}
+        macros = form.defines(blocks, **given)
         return program.kernel(form.source, form.name, q.device, macros, shared_bytes=form.shared_bytes)
 
     if cluster is None:
