@@ -30,8 +30,9 @@ def server_forms(gpu: index_tables.Gpu, columns: int, k: int, layout: str | None
     if layout in sparse_mla.FORMS:
         form = sparse_mla.FORMS[layout]
         for cluster in range(1, sparse_mla.MOST_BLOCKS + 1):
-            macros = form.defines(cluster, lengths=True, sink=False, wide_slots=False)
-            forms.append((form.source, form.name, macros, form.shared_bytes))
+            for heads in (8, 16) if form.eight and cluster == 1 else (16,):
+                macros = form.defines(cluster, lengths=True, sink=False, wide_slots=False, heads=heads)
+                forms.append((form.source, form.name, macros, form.shared_bytes))
     return forms
 
 

@@ -6,26 +6,33 @@
 //
 // Scores of one tile, sums of the one before and copies of those behind overlap, since each group waits only for what
 // it needs. Products are m16n8k16 with the heads as the 16. A row is read from shared memory twice and written once,
-// whatever the number of heads; that traffic and the copies bound the kernel in prefill.
+// whatever the number of heads. In prefill the group of scores is busy nearly all the time and the GPU's clock follows
+// its power, so what counts are products and what stands between them.
 // The 16-byte pieces of 128 bytes are swapped by the row number, so that eight rows' pieces lie in different banks.
 //
-// Weights go in as two bf16 numbers, the second what the first cut off (as in sparse_mla_hopper.py).
+// Weights go in as two bf16 numbers, the second what the first cut off (as in sparse_mla_hopper.py): in two products, or
+// with up to 8 heads (HEADS 8) as the 16 of one.
 //
 // CLUSTER > 1 splits the picks of a row over the blocks of a cluster, which join their sums through each other's shared
 // memory, in the order of the splits: no second launch, no partial results in memory, the same result on every run.
 // CLUSTER 1: blocks walk over the rows, and the copies of the next row start before the last is finished.
-//
+
 #define ROW_BYTES 1152
 #define STAGE_BYTES (TILE * ROW_BYTES)
-#define WARP_BYTES (16 * ROW_BYTES)
+#define SLOTS (4 * STAGES)                 // quarters of tiles
+#define SLOT_BYTES (STAGE_BYTES / 4)
+#define FULL_ARRIVALS 33                   // copies of a lane, and a word of its warp
+#define EMPTY_ARRIVALS 4                   // the warps of sums; those of scores where queries lie
 #define SCORES_REGISTERS 240
-#define SUMS_REGISTERS 152
+#define SUMS_REGISTERS 168
 #define AHEAD 3                            // steps of 32 columns that are fetched ahead of their products
+#define CHAINS 4                           // of products for a score, each of which waits for the one before
 
 #define P_PITCH 144                        // bytes of a head's weights, and 16 that keep banks apart
-#define P_BYTES (16 * P_PITCH)             // of the high parts, before the low ones
+#define P_BYTES (HEADS * P_PITCH)          // of the high parts, before the low ones
 
 #include "sparse_mla_parts.cuh"
+#include "sparse_mla_quarters.cuh"
 
 __device__ __forceinline__ void store_weights(u32 weights, u32 head, u32 row, float p0, float p1) {
     u32 high = pair(p0, p1);
@@ -35,22 +42,10 @@ __device__ __forceinline__ void store_weights(u32 weights, u32 head, u32 row, fl
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(to + P_BYTES), "r"(low) : "memory");
 }
 
-__device__ __forceinline__ void copy_tile(const Arguments& a, u32 to, int slot, const Copier& me) {
-#pragma unroll
-    for (int r = 0; r < 4; r++) {
-        u32 local = 4 * r + me.own;
-        int from_slot = __shfl_sync(~0u, slot, local);
-        const char* from = a.rows + max(from_slot, 0) * a.kv_stride + me.piece;
-        u32 there = to + local * ROW_BYTES + (me.piece ^ local % 8 * 16);
-#pragma unroll
-        for (int j = 0; j < 9; j++) copy16(there + 128 * j, from + 128 * j, from_slot >= 0);
-    }
-}
-
-// q . rows^T for this warp's 16 rows of a tile, columns 32 I to the end; fetched[]: what is already in registers.
-template <int I, bool WITH_STEPS>
-__device__ __forceinline__ void products(float (&part)[2][2][4], u32 (&fetched)[AHEAD + 1][2][4],
-                                         const u32 (&q)[36][4], u32 at, Steps& steps) {
+// q . rows^T for 16 rows, columns 32 I to the end; fetched[]: what is already in registers.
+template <int I>
+__device__ __forceinline__ void products(float (&part)[2][CHAINS][4], u32 (&fetched)[AHEAD + 1][2][4],
+                                         const u32 (&q)[36][4], u32 at) {
     if constexpr (I < 18) {
         if constexpr (I + AHEAD < 18) {
             constexpr int next = I + AHEAD;
@@ -58,167 +53,170 @@ __device__ __forceinline__ void products(float (&part)[2][2][4], u32 (&fetched)[
             for (int n = 0; n < 2; n++)
                 matrices(fetched[next % (AHEAD + 1)][n], (at ^ next % 2 * 64) + 8 * n * ROW_BYTES + next / 2 * 128);
         }
-        if constexpr (WITH_STEPS) steps.template run_at<I>();
 #pragma unroll
         for (int k = 0; k < 2; k++)
 #pragma unroll
             for (int n = 0; n < 2; n++) {
                 const u32(&x)[4] = fetched[I % (AHEAD + 1)][n];
-                product(part[n][k], q[2 * I + k], x[2 * k], x[2 * k + 1]);
+                product(part[n][(2 * I + k) % CHAINS], q[2 * I + k], x[2 * k], x[2 * k + 1]);
             }
-        products<I + 1, WITH_STEPS>(part, fetched, q, at, steps);
+        products<I + 1>(part, fetched, q, at);
     }
 }
 
-template <bool WITH_STEPS>
-__device__ __forceinline__ void scores_of_tile(float (&d)[2][4], const u32 (&q)[36][4], u32 stage, u32 warp, u32 lane,
-                                               Steps& steps) {
-    u32 at = stage + (16 * warp + lane % 8) * ROW_BYTES + ((lane / 8 ^ lane % 8) * 16);
-    float part[2][2][4];
+__device__ __forceinline__ void scores_of_quarter(float (&d)[2][4], const u32 (&q)[36][4], u32 rows, u32 lane) {
+    u32 at = rows + lane % 8 * ROW_BYTES + ((lane / 8 ^ lane % 8) * 16);
+    float part[2][CHAINS][4];
     u32 fetched[AHEAD + 1][2][4];
 #pragma unroll
     for (int n = 0; n < 2; n++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) part[n][0][j] = part[n][1][j] = 0;
+        for (int k = 0; k < CHAINS; k++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) part[n][k][j] = 0;
 #pragma unroll
     for (int i = 0; i < AHEAD; i++)
 #pragma unroll
         for (int n = 0; n < 2; n++) matrices(fetched[i][n], (at ^ i % 2 * 64) + 8 * n * ROW_BYTES + i / 2 * 128);
-    products<0, WITH_STEPS>(part, fetched, q, at, steps);
+    products<0>(part, fetched, q, at);
 #pragma unroll
     for (int n = 0; n < 2; n++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) d[n][j] = part[n][0][j] + part[n][1][j];
+        for (int j = 0; j < 4; j++) d[n][j] = (part[n][0][j] + part[n][1][j]) + (part[n][2][j] + part[n][3][j]);
 }
 
-// The group of scores. The weights of a tile are made while the products of the next one run. The last turn of an item
-// hands over what turns the sums into the output.
+// The group of scores, a quarter of a tile each warp. A tile's weights are made at once: between the products of the next
+// tile they would have to wait for its rows. The last turn of an item hands over what turns the sums into the output.
 __device__ void scores(const Arguments& a, const Shared& s) {
     u32 lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32, g = lane / 4, c = lane % 4;
     const Info* info = s.infos();
-    Turn<STAGES> turn = {0, 0};
+    Place place = {0, 0};
     Turn<2> hand = {0, 1};
     for (int i = blockIdx.x / CLUSTER; i < a.items; i += gridDim.x / CLUSTER) {
         u32 q[36][4];
-        barrier_wait(s.full + 8 * turn.stage, turn.parity);
+        barrier_wait(place.full(s), place.parity);
         {
             // Left operand: heads 0-7 and 8-15, columns 0-7 and 8-15 of 16.
-            u32 at = s.ring + turn.stage * STAGE_BYTES + lane % 16 * ROW_BYTES + ((lane / 16 ^ lane % 8) * 16);
+            u32 at = place.at(s) + lane % 16 * ROW_BYTES + ((lane / 16 ^ lane % 8) * 16);
 #pragma unroll
             for (int j = 0; j < 36; j++) matrices(q[j], (at ^ j % 4 * 32) + j / 4 * 128);
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(s.empty + 8 * turn.stage);
-        turn.next();
+        if (lane == 0) barrier_arrive(place.empty(s));
+        place.add(1);
 
         Softmax own;
-        float(&m)[2] = own.m, (&total)[2] = own.total;
-        m[0] = m[1] = minus_inf();
-        total[0] = total[1] = 0;
-        bool first = true;
-        for (bool last = false; !last; turn.next(), first = false) {
-            u32 stage = s.ring + turn.stage * STAGE_BYTES;
-            barrier_wait(s.full + 8 * turn.stage, turn.parity);
-            u32 mine = (u32)(info[turn.stage].mask >> (16 * warp + 2 * c));
-            last = info[turn.stage].last;
+        own.m[0] = own.m[1] = minus_inf();
+        own.total[0] = own.total[1] = 0;
+        for (bool last = false; !last; place.add(4)) {
+            Place mine = place.plus(warp);
+            barrier_wait(mine.full(s), mine.parity);
+            u32 bits = (u32)info[mine.slot].mask >> 2 * c;
+            last = info[mine.slot].last;
             float d[2][4];
-            Steps steps = {s, own, hand.stage, warp, g, c};
-            if (first) {
-                scores_of_tile<false>(d, q, stage, warp, lane, steps);
-            } else {
-                barrier_wait(s.taken + 8 * hand.stage, hand.parity);
-                scores_of_tile<true>(d, q, stage, warp, lane, steps);
-                hand.next();
-            }
-            __syncwarp();
-            if (lane == 0) barrier_arrive(s.empty + 8 * turn.stage);
+            scores_of_quarter(d, q, mine.at(s), lane);
 #pragma unroll
             for (int n = 0; n < 2; n++)
 #pragma unroll
                 for (int j = 0; j < 4; j++)
-                    own.d[n][j] = mine >> (8 * n + j % 2) & 1 ? d[n][j] * a.scale_log2 : minus_inf();
-        }
-        {
+                    own.d[n][j] = bits >> (8 * n + j % 2) & 1 ? d[n][j] * a.scale_log2 : minus_inf();
             Steps steps = {s, own, hand.stage, warp, g, c};
             barrier_wait(s.taken + 8 * hand.stage, hand.parity);
             steps.run_all();
             hand.next();
         }
-
-        end_row(a, s, Item(a, i), m, total, hand.stage, hand.parity);
+        end_row(a, s, Item(a, i), own.m, own.total, hand.stage, hand.parity);
         hand.next();
     }
+}
+
+// What the sums of 64 columns take of 16 rows: weights of high and low parts, and values.
+struct Weights { u32 high[4], low[4]; };
+struct Values { u32 x[4][4]; };
+
+__device__ __forceinline__ void fetch(Weights& w, u32 at) {
+    matrices(w.high, at);
+    if constexpr (HEADS > 8) matrices(w.low, at + P_BYTES);
+}
+
+__device__ __forceinline__ void fetch(Values& v, u32 at) {
+#pragma unroll
+    for (int n = 0; n < 4; n++) matrices_turned(v.x[n], at ^ n * 32);
 }
 
 // The group of sums and of the output.
 __device__ void sums(const Arguments& a, const Shared& s) {
     u32 lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32, g = lane / 4, c = lane % 4;
+    constexpr int above = HEADS > 8 ? 8 : 0;  // rows 8 to 15 of a product are heads of their own, or low parts
     const float* factors = s.floats(s.factors);
     const Info* info = s.infos();
-    Turn<STAGES> turn = {0, 0};
+    Place place = {0, 0};
     Turn<2> hand = {0, 0};
     for (int i = blockIdx.x / CLUSTER; i < a.items; i += gridDim.x / CLUSTER) {
-        // The queries are not for this group.
-        barrier_wait(s.full + 8 * turn.stage, turn.parity);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(s.empty + 8 * turn.stage);
-        turn.next();
-
-        float acc[16][4];  // columns 128 warp + 8 n + 2 c and the next, of heads g (0, 1) and g + 8 (2, 3)
+        place.add(1);      // the queries are not for this group
+        float acc[16][4];  // columns 128 warp + 8 n + 2 c and the next, of heads g (0, 1) and g + above (2, 3)
 #pragma unroll
         for (int n = 0; n < 16; n++)
 #pragma unroll
             for (int j = 0; j < 4; j++) acc[n][j] = 0;
-        for (bool last = false; !last; turn.next()) {
-            barrier_wait(s.full + 8 * turn.stage, turn.parity);
-            last = info[turn.stage].last;
+        for (bool last = false; !last; place.add(4)) {
+            // The group of scores has seen that the tile is there.
             barrier_wait(s.ready + 8 * hand.stage, hand.parity);
-            float factor[2] = {factors[16 * hand.stage + g], factors[16 * hand.stage + g + 8]};
+            u32 weights = s.weights + hand.stage * WEIGHT_BYTES + lane % 16 * P_PITCH + lane / 16 * 16;
+            u32 inside = lane % 16 * ROW_BYTES + 256 * warp + ((lane / 16 ^ lane % 8) * 16);
+            Weights w[2];
+            Values v[2];
+            fetch(w[0], weights);
+            fetch(v[0], place.at(s) + inside);
+            last = info[place.slot].last;
+            float factor[2] = {factors[16 * hand.stage + g], factors[16 * hand.stage + g + above]};
             if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) {
 #pragma unroll
                 for (int n = 0; n < 16; n++)
 #pragma unroll
                     for (int j = 0; j < 4; j++) acc[n][j] *= factor[j / 2];
             }
-            u32 weights = s.weights + hand.stage * WEIGHT_BYTES + lane % 16 * P_PITCH + lane / 16 * 16;
-            u32 values = s.ring + turn.stage * STAGE_BYTES + lane % 16 * ROW_BYTES + 256 * warp;
-            values += (lane / 16 ^ lane % 8) * 16;
 #pragma unroll
-            for (int k = 0; k < TILE / 16; k++) {
-                u32 high[4], low[4];
-                matrices(high, weights + 32 * k);
-                matrices(low, weights + 32 * k + P_BYTES);
+            for (int part = 0; part < 8; part++) {
+                const int k = part / 2, half = part % 2, next = (part + 1) / 2;
+                if (part < 7) {
+                    if (half == 1) fetch(w[next % 2], weights + 32 * next);
+                    fetch(v[(part + 1) % 2], place.plus(next).at(s) + inside + (1 - half) * 128);
+                }
+                // A sum waits for its last product, so eight others come in between.
+                const u32(&x)[4][4] = v[part % 2].x;
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    u32 v[4][4];
-#pragma unroll
-                    for (int n = 0; n < 4; n++)
-                        matrices_turned(v[n], (values ^ n * 32) + 16 * k * ROW_BYTES + half * 128);
-                    // A sum waits for its last product, so eight others come in between.
+                for (int n = 0; n < 8; n++)
+                    product(acc[8 * half + n], w[k % 2].high, x[n / 2][n % 2 * 2], x[n / 2][n % 2 * 2 + 1]);
+                if (half == 1) {
+                    __syncwarp();
+                    if (lane == 0) barrier_arrive(place.plus(k).empty(s));
+                }
+                if constexpr (HEADS > 8) {
 #pragma unroll
                     for (int n = 0; n < 8; n++)
-                        product(acc[8 * half + n], high, v[n / 2][n % 2 * 2], v[n / 2][n % 2 * 2 + 1]);
-#pragma unroll
-                    for (int n = 0; n < 8; n++)
-                        product(acc[8 * half + n], low, v[n / 2][n % 2 * 2], v[n / 2][n % 2 * 2 + 1]);
+                        product(acc[8 * half + n], w[k % 2].low, x[n / 2][n % 2 * 2], x[n / 2][n % 2 * 2 + 1]);
                 }
             }
             __syncwarp();
-            if (lane == 0) {
-                barrier_arrive(s.taken + 8 * hand.stage);
-                barrier_arrive(s.empty + 8 * turn.stage);
-            }
+            if (lane == 0) barrier_arrive(s.taken + 8 * hand.stage);
             hand.next();
         }
 
         barrier_wait(s.ready + 8 * hand.stage, hand.parity);
+        if constexpr (HEADS == 8) {
+#pragma unroll
+            for (int n = 0; n < 16; n++)
+#pragma unroll
+                for (int j = 0; j < 2; j++) acc[n][j] += acc[n][j + 2];
+        }
 #if CLUSTER == 1
-        float weight[2] = {factors[16 * hand.stage + g], factors[16 * hand.stage + g + 8]};
+        float weight[2] = {factors[16 * hand.stage + g], factors[16 * hand.stage + g + above]};
         __syncwarp();
         if (lane == 0) barrier_arrive(s.taken + 8 * hand.stage);
         Item item(a, i);
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
+        for (int h = 0; h < HEADS / 8; h++) {
             int head = item.head0 + g + 8 * h;
             if (head < a.heads) {
                 u32* to = (u32*)(a.out + item.row * a.out_row + head * a.out_head + 128 * warp + 2 * c);
@@ -234,7 +232,7 @@ __device__ void sums(const Arguments& a, const Shared& s) {
 #pragma unroll
         for (int n = 0; n < 16; n++)
 #pragma unroll
-            for (int h = 0; h < 2; h++)
+            for (int h = 0; h < HEADS / 8; h++)
                 *(float2*)(joined + (g + 8 * h) * O_PITCH + 128 * warp + 8 * n + 2 * c) =
                     make_float2(acc[n][2 * h], acc[n][2 * h + 1]);
 #endif

@@ -23,22 +23,30 @@ _TILE = 64
 _THREADS = 384
 _LOG2E = 1 / math.log(2)
 MOST_BLOCKS = 8  # of a cluster, where nothing is asked of the GPU
+_SPLIT_PICKS = 1024  # from which on a second launch costs less than what it saves
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The kernel of one layout. row_bytes: of a cache row; stages: tiles in the ring."""
+    """The kernel of one layout. row_bytes: of a cache row; stages: tiles in the ring; slots: its places; eight: up to 8
+    heads have a form of their own.
+    """
 
     source: str
     name: str
     row_bytes: int
     stages: int
+    slots: int
+    eight: bool
 
-    def defines(self, cluster: int, *, lengths: bool, sink: bool, wide_slots: bool) -> dict[str, int]:
-        """Macros. wide_slots: int64."""
+    def defines(
+        self, cluster: int, *, lengths: bool, sink: bool, wide_slots: bool, heads: int = _HEADS
+    ) -> dict[str, int]:
+        """Macros. wide_slots: int64. The form for up to 8 heads was measured for blocks that share no row."""
         return {
             "CLUSTER": cluster,
             "STAGES": self.stages,
+            "HEADS": 8 if self.eight and cluster == 1 and heads <= 8 else _HEADS,
             "HAS_LENGTHS": int(lengths),
             "HAS_SINK": int(sink),
             "SLOTS64": int(wide_slots),
@@ -47,14 +55,14 @@ class Form:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, as `Shared` of the source divides it."""
-        stage = _TILE * self.row_bytes + 32  # a tile, its information and two barriers
+        ring = self.stages * _TILE * self.row_bytes + 32 * self.slots  # tiles; of a place its information, two barriers
         turn = _HEADS * (4 * _TILE + 32 + 4 + 16) + 16  # weights, factors, maxima, and two barriers
-        return self.stages * stage + 2 * turn + 8 * _HEADS
+        return ring + 2 * turn + 8 * _HEADS
 
 
 FORMS = {
-    "bf16_1152": Form("sparse_mla.cu", "sparse_mla_bf16", 1152, 3),
-    "fp8_656": Form("sparse_mla_fp8.cu", "sparse_mla_fp8", 656, 4),
+    "bf16_1152": Form("sparse_mla.cu", "sparse_mla_bf16", 1152, 3, slots=12, eight=True),
+    "fp8_656": Form("sparse_mla_fp8.cu", "sparse_mla_fp8", 656, 4, slots=4, eight=False),
 }
 
 
@@ -65,6 +73,24 @@ def cluster_of(items: int, processors: int, at_once: Callable[[int], int]) -> in
     """
     sizes = range(MOST_BLOCKS, 1, -1)
     return next((c for c in sizes if items * c <= processors and items <= at_once(c)), 1)
+
+
+def launches(
+    rows: int, tiles: int, picks: int, processors: int, at_once: Callable[[int], int]
+) -> list[tuple[int, int]]:
+    """(rows, blocks that share one of them) of each launch; a row has `tiles` times 16 heads. at_once as above.
+
+    Where rows would fill most processors one time less than the rest, the last ones are launched for themselves, and
+    shared: 4096 rows are 31 for each of 132 processors, and 4.
+    """
+    cluster = cluster_of(rows * tiles, processors, at_once)
+    whole = rows * tiles // processors * processors // tiles
+    last = rows - whole
+    if cluster == 1 and whole and last and picks >= _SPLIT_PICKS:
+        shared = cluster_of(last * tiles, processors, at_once)
+        if shared > 1:
+            return [(whole, 1), (last, shared)]
+    return [(rows, cluster)]
 
 
 def sparse_mla(
@@ -98,47 +124,53 @@ def sparse_mla(
         return result.zero_(), lse.fill_(-math.inf)
     slots, lengths = plain_slots(slots), narrow_lengths(lengths, picks)
     written = result if writable(result) else torch.empty_like(result, memory_format=torch.contiguous_format)
-    items = rows * -(-heads // _HEADS)
+    tiles = -(-heads // _HEADS)
     processors = index_tables.gpu_of(q.device).processors
 
     def kernel(blocks: int) -> program.Kernel:
         wide = slots.dtype == torch.int64
-        macros = form.defines(blocks, lengths=lengths is not None, sink=sink is not None, wide_slots=wide)
+        given = {"lengths": lengths is not None, "sink": sink is not None, "wide_slots": wide, "heads": heads}
+        macros = form.defines(blocks, **given)
         return program.kernel(form.source, form.name, q.device, macros, shared_bytes=form.shared_bytes)
 
     if cluster is None:
         # Whatever CLUSTER a kernel is compiled for, it takes as much of a multiprocessor.
-        cluster = cluster_of(items, processors, lambda size: kernel(1).clusters_at_once(_THREADS, size))
-    run = kernel(cluster)
-    run.launch(
-        min(items, processors) if cluster == 1 else items,
-        _THREADS,
-        (
-            nope.data_ptr(),
-            rope.data_ptr(),
-            kv_rows.data_ptr(),
-            slots.data_ptr(),
-            0 if lengths is None else lengths.data_ptr(),
-            0 if sink is None else sink.data_ptr(),
-            written.data_ptr(),
-            lse.data_ptr(),
-            ctypes.c_int64(nope.stride(0)),
-            ctypes.c_int64(nope.stride(1)),
-            ctypes.c_int64(rope.stride(0)),
-            ctypes.c_int64(rope.stride(1)),
-            ctypes.c_int64(row_stride),
-            ctypes.c_int64(slots.stride(0)),
-            ctypes.c_int64(written.stride(0)),
-            ctypes.c_int64(written.stride(1)),
-            ctypes.c_int32(kv_rows.shape[0]),
-            ctypes.c_int32(heads),
-            ctypes.c_int32(picks),
-            ctypes.c_int32(items),
-            ctypes.c_float(scale * _LOG2E),
-        ),
-        cluster=cluster,
-        pdl=True,
-    )
+        parts = launches(rows, tiles, picks, processors, lambda size: kernel(1).clusters_at_once(_THREADS, size))
+    else:
+        parts = [(rows, cluster)]
+    first = 0
+    for count, blocks in parts:
+        items = count * tiles
+        kernel(blocks).launch(
+            min(items, processors) if blocks == 1 else items,
+            _THREADS,
+            (
+                nope[first:].data_ptr(),
+                rope[first:].data_ptr(),
+                kv_rows.data_ptr(),
+                slots[first:].data_ptr(),
+                0 if lengths is None else lengths[first:].data_ptr(),
+                0 if sink is None else sink.data_ptr(),
+                written[first:].data_ptr(),
+                lse[first:].data_ptr(),
+                ctypes.c_int64(nope.stride(0)),
+                ctypes.c_int64(nope.stride(1)),
+                ctypes.c_int64(rope.stride(0)),
+                ctypes.c_int64(rope.stride(1)),
+                ctypes.c_int64(row_stride),
+                ctypes.c_int64(slots.stride(0)),
+                ctypes.c_int64(written.stride(0)),
+                ctypes.c_int64(written.stride(1)),
+                ctypes.c_int32(kv_rows.shape[0]),
+                ctypes.c_int32(heads),
+                ctypes.c_int32(picks),
+                ctypes.c_int32(items),
+                ctypes.c_float(scale * _LOG2E),
+            ),
+            cluster=blocks,
+            pdl=True,
+        )
+        first += count
     if written is not result:
         result.copy_(written)
     return result, lse

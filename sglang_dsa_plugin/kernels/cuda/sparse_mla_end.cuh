@@ -8,7 +8,7 @@ __device__ __forceinline__ void end_row(const Arguments& a, const Shared& s, con
     u32 lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32, g = lane / 4, c = lane % 4;
     float* sums = s.floats(s.maxima) + 64 * hand;
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
+    for (int h = 0; h < HEADS / 8; h++) {
         float sum = lanes_sum(total[h]);
         if (c == 0) sums[(g + 8 * h) * 4 + warp] = sum;
     }
@@ -16,7 +16,7 @@ __device__ __forceinline__ void end_row(const Arguments& a, const Shared& s, con
     barrier_wait(s.taken + 8 * hand, parity);
     if (warp == 0) {
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
+        for (int h = 0; h < HEADS / 8; h++) {
             float4 x = *(const float4*)(sums + (g + 8 * h) * 4);
             float sum = (x.x + x.y) + (x.z + x.w), weight = 1;
 #if CLUSTER > 1

@@ -14,7 +14,9 @@
 #define ROPE_AT (TILE * NOPE_BYTES)                // in a stage: latent parts, rope parts, scales
 #define SCALES_AT (ROPE_AT + TILE * 128)
 #define STAGE_BYTES (SCALES_AT + TILE * 16)
-#define WARP_BYTES 0                               // a warp's rows lie in three places
+#define SLOTS STAGES                               // whole tiles; a row's queries take one, too
+#define FULL_ARRIVALS (128 + 4)                    // copies of a thread, and a word of each warp
+#define EMPTY_ARRIVALS 8                           // warps that read
 #define SCORES_REGISTERS 248
 #define SUMS_REGISTERS 160
 #define WEIGHT_BITS 10                             // weights are up to 2^10 in f16
@@ -30,6 +32,7 @@ __device__ __forceinline__ void store_weights(u32 weights, u32 head, u32 row, fl
 
 #include "sparse_mla_fp8_scores.cuh"
 
+// A copier's part of a tile of picked rows. slot: its lane's, or -1.
 __device__ __forceinline__ void copy_tile(const Arguments& a, u32 to, int slot, const Copier& me) {
 #pragma unroll
     for (int r = 0; r < 4; r++) {
@@ -43,6 +46,40 @@ __device__ __forceinline__ void copy_tile(const Arguments& a, u32 to, int slot, 
         copy16(to + ROPE_AT + local * 128 + swapped, from + me.piece + 528, real);
         if (me.piece == 0) copy16(to + SCALES_AT + local * 16, from + 512, real);
     }
+}
+
+// The copying group.
+__device__ void copies(const Arguments& a, const Shared& s, u32 rank) {
+    const Copier me;
+    u32 lane = me.lane, warp = me.warp;
+    Info* info = s.infos();
+    Turn<STAGES> turn = {0, 1};
+    for (int i = blockIdx.x / CLUSTER; i < a.items; i += gridDim.x / CLUSTER) {
+        Item item(a, i);
+        Picks picks(a, item, rank, warp, lane);
+        u32 full = s.full + 8 * turn.stage;
+        barrier_wait(s.empty + 8 * turn.stage, turn.parity);
+        copy_queries(a, item, s.ring + turn.stage * STAGE_BYTES, 4 * warp + me.own, me.piece);
+        arrive_when_copied(full);
+        if (lane == 0) barrier_arrive(full);
+        turn.next();
+        for (int t = 0; t < picks.tiles; t++) {
+            int slot = picks.next(a);
+            u32 mask = __ballot_sync(~0u, slot >= 0) & 0xffff;
+            full = s.full + 8 * turn.stage;
+            barrier_wait(s.empty + 8 * turn.stage, turn.parity);
+            // What is masked has weight 0, and 0 times what lies there must be 0: it becomes zeros.
+            copy_tile(a, s.ring + turn.stage * STAGE_BYTES, slot, me);
+            if (lane == 0) {
+                ((u16*)&info[turn.stage].mask)[warp] = mask;
+                if (warp == 0) info[turn.stage].last = t == picks.tiles - 1;
+                barrier_arrive(full);
+            }
+            arrive_when_copied(full);
+            turn.next();
+        }
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 // The group of scores. The weights of a tile are made while the products of the next one run. The last turn of an item

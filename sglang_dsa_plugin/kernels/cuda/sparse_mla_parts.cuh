@@ -2,12 +2,14 @@
 // the ring of tiles, and what happens to the sums at a row's end. The including file defines
 //
 //   STAGE_BYTES                         of a tile in the ring
-//   WARP_BYTES                          from one copying warp's rows to the next's, where copy_tile begins
+//   SLOTS                               places of the ring that are filled and freed each for itself
+//   FULL_ARRIVALS, EMPTY_ARRIVALS       that say a place has been filled, and that it may be again
 //   SCORES_REGISTERS, SUMS_REGISTERS    of a thread of those groups
 //
 // and the functions that are declared below the structures.
 //
-// Compile-time: CLUSTER, STAGES, HAS_LENGTHS, HAS_SINK, SLOTS64 (kernels/cuda/sparse_mla.py).
+// Compile-time: CLUSTER, STAGES, HEADS, HAS_LENGTHS, HAS_SINK, SLOTS64 (kernels/cuda/sparse_mla.py). HEADS: 16, or 8
+// where a row of queries has no more; products have 16 all the same.
 
 #include "warps.cuh"
 
@@ -29,7 +31,7 @@ typedef int slot_t;
 
 struct Info { u64 mask; u32 last, none; };
 
-// Addresses in shared memory. The ring has STAGES turns; weights, factors, maxima, ready and taken have two, so that
+// Addresses in shared memory. The ring has STAGES tiles; weights, factors, maxima, ready and taken have two, so that
 // what is written for one tile does not overtake the reading of the one before.
 struct Shared {
     u32 ring;     // tiles; a row's queries take a turn, too
@@ -37,7 +39,7 @@ struct Shared {
     u32 factors;  // f32 [2][16 heads]: of what was summed so far; at a row's end of the sums
     u32 maxima;   // f32 [2][16 heads][4 warps]
     u32 stats;    // f32 [maximum, sum of weights][16 heads]
-    u32 info;     // Info [STAGES]
+    u32 info;     // Info [SLOTS]
     u32 full, empty, ready, taken;
     char* memory;
 
@@ -48,9 +50,9 @@ struct Shared {
         maxima = factors + 2 * 64;
         stats = maxima + 2 * 16 * 16;
         info = stats + 32 * 4;
-        full = info + STAGES * 16;
-        empty = full + STAGES * 8;
-        ready = empty + STAGES * 8;
+        full = info + SLOTS * 16;
+        empty = full + SLOTS * 8;
+        ready = empty + SLOTS * 8;
         taken = ready + 16;
     }
     __device__ __forceinline__ float* floats(u32 address) const { return (float*)(memory + (address - ring)); }
@@ -58,9 +60,9 @@ struct Shared {
 
     // One thread, before all others go on.
     __device__ __forceinline__ void init() const {
-        for (int i = 0; i < STAGES; i++) {
-            barrier_init(full + 8 * i, GROUP + 4);  // copies of a thread, and a word of each warp
-            barrier_init(empty + 8 * i, 8);         // warps that read
+        for (int i = 0; i < SLOTS; i++) {
+            barrier_init(full + 8 * i, FULL_ARRIVALS);
+            barrier_init(empty + 8 * i, EMPTY_ARRIVALS);
         }
         for (int i = 0; i < 2; i++) {
             barrier_init(ready + 8 * i, 4);
@@ -94,10 +96,9 @@ struct Copier {
     }
 };
 
-// What the including file adds: a copier's part of a tile of picked rows (slot: its lane's, or -1), how two of a tile's
-// weights are left for the group of sums, and those two groups.
-__device__ __forceinline__ void copy_tile(const Arguments& a, u32 to, int slot, const Copier& me);
+// What the including file adds: how two of a tile's weights are left for the group of sums, and the groups.
 __device__ __forceinline__ void store_weights(u32 weights, u32 head, u32 row, float p0, float p1);
+__device__ void copies(const Arguments& a, const Shared& s, u32 rank);
 __device__ void scores(const Arguments& a, const Shared& s);
 __device__ void sums(const Arguments& a, const Shared& s);
 
@@ -126,24 +127,25 @@ __device__ __forceinline__ void arrive_when_copied(u32 at) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
 }
 
-// What the group of copies walks along for one row: the row's picks from `at` on, a tile's 16 for each warp.
+// What the group of copies walks along for one row: the row's picks from `at` on, a tile's 16 for each warp: those of
+// its quarter of the tile.
 struct Picks {
     const slot_t* slots;
     int at, limit, tiles;
     slot_t ahead;
 
-    __device__ __forceinline__ Picks(const Arguments& a, const Item& item, u32 rank, u32 warp, u32 lane) {
+    __device__ __forceinline__ Picks(const Arguments& a, const Item& item, u32 rank, u32 quarter, u32 lane) {
         slots = a.slots + item.row * a.slots_row;
         int picks = a.picks;
         tiles = tiles_of(picks);
-        at = rank * tiles * TILE + 16 * warp + lane % 16;
+        at = rank * tiles * TILE + 16 * quarter + lane % 16;
         ahead = at < picks ? slots[at] : (slot_t)-1;
 #if HAS_LENGTHS
         // Of a full row the first slots are on their way while the length is.
         picks = max(0, min(picks, a.lengths[item.row]));
         if (tiles_of(picks) != tiles) {
             tiles = tiles_of(picks);
-            at = rank * tiles * TILE + 16 * warp + lane % 16;
+            at = rank * tiles * TILE + 16 * quarter + lane % 16;
             ahead = at < picks ? slots[at] : (slot_t)-1;
         }
 #endif
@@ -167,10 +169,9 @@ struct Picks {
     }
 };
 
-// The queries of 16 heads as rows of the ring, their 16-byte pieces swapped as those of a tile. The copying group.
-__device__ __forceinline__ void copy_queries(const Arguments& a, const Item& item, u32 to, u32 warp, u32 lane) {
-    // Heads that do not exist are zeros; nothing is written for them.
-    u32 local = 4 * warp + lane / 8, piece = lane % 8 * 16;
+// Four of 16 heads' queries as rows of the ring, heads `local` by this lane; their 16-byte pieces are swapped as those of
+// a tile. Heads that do not exist are zeros; nothing is written for them.
+__device__ __forceinline__ void copy_queries(const Arguments& a, const Item& item, u32 to, u32 local, u32 piece) {
     bool real = item.head0 + local < a.heads;
     int head = real ? item.head0 + local : 0;
     to += local * QUERY_BYTES + (piece ^ local % 8 * 16);
@@ -206,29 +207,29 @@ struct Steps {
     __device__ __forceinline__ void run() {
         if constexpr (STEP == 0) {
 #pragma unroll
-            for (int h = 0; h < 2; h++)
+            for (int h = 0; h < HEADS / 8; h++)
                 best[h] = fmaxf(fmaxf(own.d[0][2 * h], own.d[0][2 * h + 1]), fmaxf(own.d[1][2 * h], own.d[1][2 * h + 1]));
         }
         if constexpr (STEP == 1 || STEP == 2) {
 #pragma unroll
-            for (int h = 0; h < 2; h++) best[h] = fmaxf(best[h], __shfl_xor_sync(~0u, best[h], STEP));
+            for (int h = 0; h < HEADS / 8; h++) best[h] = fmaxf(best[h], __shfl_xor_sync(~0u, best[h], STEP));
         }
         if constexpr (STEP == 3) {
 #pragma unroll
-            for (int h = 0; h < 2; h++)
+            for (int h = 0; h < HEADS / 8; h++)
                 if (c == 0) maxima()[(g + 8 * h) * 4 + warp] = best[h];
         }
         if constexpr (STEP == 4) group_sync(1);
         if constexpr (STEP == 5) {
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
+            for (int h = 0; h < HEADS / 8; h++) {
                 float4 x = *(const float4*)(maxima() + (g + 8 * h) * 4);
                 best[h] = fmaxf(own.m[h], fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
             }
         }
         if constexpr (STEP == 6) {
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
+            for (int h = 0; h < HEADS / 8; h++) {
                 lift[h] = best[h] == minus_inf() ? 0.f : best[h];
                 float factor = exp2_of(own.m[h] - lift[h]);
                 own.m[h] = best[h];
@@ -236,7 +237,7 @@ struct Steps {
                 if (warp == 0 && c == 0) s.floats(s.factors)[16 * hand + g + 8 * h] = factor;
             }
         }
-        if constexpr (STEP >= 7 && STEP < 11) {
+        if constexpr (STEP >= 7 && STEP < 7 + HEADS / 4) {
             constexpr int h = (STEP - 7) / 2, n = (STEP - 7) % 2;
             float p0 = exp2_of(own.d[n][2 * h] - lift[h]), p1 = exp2_of(own.d[n][2 * h + 1] - lift[h]);
             own.total[h] += p0 + p1;
@@ -247,7 +248,7 @@ struct Steps {
             if (g == 0 && c == 0) barrier_arrive(s.ready + 8 * hand);
         }
     }
-    // What stands ahead of the products of part I: a step as early as the one before allows, for the sums wait for these
+    // What may stand ahead of the products of part I: a step as early as the one before allows, for the sums wait for these
     // weights, and the tile stays in the ring until then.
     template <int I>
     __device__ __forceinline__ void run_at() {
@@ -266,40 +267,5 @@ struct Steps {
         if constexpr (I < 8) run_all<I + 1>();
     }
 };
-
-// The copying group.
-__device__ void copies(const Arguments& a, const Shared& s, u32 rank) {
-    const Copier me;
-    u32 lane = me.lane, warp = me.warp;
-    Info* info = s.infos();
-    Turn<STAGES> turn = {0, 1};
-    for (int i = blockIdx.x / CLUSTER; i < a.items; i += gridDim.x / CLUSTER) {
-        Item item(a, i);
-        Picks picks(a, item, rank, warp, lane);
-        u32 full = s.full + 8 * turn.stage;
-        barrier_wait(s.empty + 8 * turn.stage, turn.parity);
-        copy_queries(a, item, s.ring + turn.stage * STAGE_BYTES, warp, lane);
-        arrive_when_copied(full);
-        if (lane == 0) barrier_arrive(full);
-        turn.next();
-        for (int t = 0; t < picks.tiles; t++) {
-            int slot = picks.next(a);
-            u32 mask = __ballot_sync(~0u, slot >= 0) & 0xffff;
-            u32 to = s.ring + turn.stage * STAGE_BYTES + WARP_BYTES * warp;
-            full = s.full + 8 * turn.stage;
-            barrier_wait(s.empty + 8 * turn.stage, turn.parity);
-            // What is masked has weight 0, and 0 times what lies there must be 0: it becomes zeros.
-            copy_tile(a, to, slot, me);
-            if (lane == 0) {
-                ((u16*)&info[turn.stage].mask)[warp] = mask;
-                if (warp == 0) info[turn.stage].last = t == picks.tiles - 1;
-                barrier_arrive(full);
-            }
-            arrive_when_copied(full);
-            turn.next();
-        }
-    }
-    asm volatile("cp.async.wait_all;" ::: "memory");
-}
 
 #include "sparse_mla_end.cuh"

@@ -61,11 +61,11 @@ def test_select_of_many_rows(arch, columns, k):
 
 
 @pytest.mark.parametrize("layout", sorted(sparse_mla.FORMS))
-@pytest.mark.parametrize("cluster", [1, 5, sparse_mla.MOST_BLOCKS])
-def test_sparse_mla(layout, cluster):
+@pytest.mark.parametrize(("cluster", "heads"), [(1, 8), (1, 16), (5, 16), (sparse_mla.MOST_BLOCKS, 16)])
+def test_sparse_mla(layout, cluster, heads):
     form = sparse_mla.FORMS[layout]
     assert form.shared_bytes <= 227 * 1024
-    every = {"lengths": cluster > 1, "sink": cluster < 8, "wide_slots": cluster == 5}
+    every = {"lengths": cluster > 1, "sink": cluster < 8, "wide_slots": cluster == 5, "heads": heads}
     _, found = program.compile_only(form.source, "sm_90a", form.defines(cluster, **every))
     takes = found[form.name]
     # Registers at the start; the groups then share them out (setmaxnreg).
