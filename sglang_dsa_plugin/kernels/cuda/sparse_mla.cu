@@ -107,8 +107,7 @@ __device__ void scores(const Arguments& a, const Shared& s) {
 #pragma unroll
             for (int j = 0; j < 36; j++) matrices(q[j], (at ^ j % 4 * 32) + j / 4 * 128);
         }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(s.empty + 8 * turn.stage);
+        warp_arrive(s.empty + 8 * turn.stage, lane == 0);
         turn.next();
 
         Softmax own;
@@ -130,8 +129,7 @@ __device__ void scores(const Arguments& a, const Shared& s) {
                 scores_of_tile<true>(d, q, stage, warp, lane, steps);
                 hand.next();
             }
-            __syncwarp();
-            if (lane == 0) barrier_arrive(s.empty + 8 * turn.stage);
+            warp_arrive(s.empty + 8 * turn.stage, lane == 0);
 #pragma unroll
             for (int n = 0; n < 2; n++)
 #pragma unroll
@@ -160,8 +158,7 @@ __device__ void sums(const Arguments& a, const Shared& s) {
     for (int i = blockIdx.x / CLUSTER; i < a.items; i += gridDim.x / CLUSTER) {
         // The queries are not for this group.
         barrier_wait(s.full + 8 * turn.stage, turn.parity);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(s.empty + 8 * turn.stage);
+        warp_arrive(s.empty + 8 * turn.stage, lane == 0);
         turn.next();
 
         float acc[16][4];  // columns 128 warp + 8 n + 2 c and the next, of heads g (0, 1) and g + 8 (2, 3)
@@ -203,19 +200,14 @@ __device__ void sums(const Arguments& a, const Shared& s) {
                         product(acc[8 * half + n], low, v[n / 2][n % 2 * 2], v[n / 2][n % 2 * 2 + 1]);
                 }
             }
-            __syncwarp();
-            if (lane == 0) {
-                barrier_arrive(s.taken + 8 * hand.stage);
-                barrier_arrive(s.empty + 8 * turn.stage);
-            }
+            warp_arrive(s.taken + 8 * hand.stage, s.empty + 8 * turn.stage, lane == 0);
             hand.next();
         }
 
         barrier_wait(s.ready + 8 * hand.stage, hand.parity);
 #if CLUSTER == 1
         float weight[2] = {factors[16 * hand.stage + g], factors[16 * hand.stage + g + 8]};
-        __syncwarp();
-        if (lane == 0) barrier_arrive(s.taken + 8 * hand.stage);
+        warp_arrive(s.taken + 8 * hand.stage, lane == 0);
         Item item(a, i);
 #pragma unroll
         for (int h = 0; h < 2; h++) {

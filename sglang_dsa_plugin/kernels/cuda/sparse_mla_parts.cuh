@@ -7,7 +7,7 @@
 //
 // and the functions that are declared below the structures.
 //
-// Compile-time: CLUSTER, STAGES, HAS_LENGTHS, HAS_SINK, SLOTS64 (kernels/cuda/sparse_mla.py).
+// Compile-time: CLUSTER, STAGES, HAS_LENGTHS, HAS_SINK, SLOTS64, LANES_ARRIVE (kernels/cuda/sparse_mla.py).
 
 #include "warps.cuh"
 
@@ -60,11 +60,11 @@ struct Shared {
     __device__ __forceinline__ void init() const {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(full + 8 * i, GROUP + 4);  // copies of a thread, and a word of each warp
-            barrier_init(empty + 8 * i, 8);         // warps that read
+            barrier_init(empty + 8 * i, 8 * WARP_ARRIVALS);  // warps that read
         }
         for (int i = 0; i < 2; i++) {
-            barrier_init(ready + 8 * i, 4);
-            barrier_init(taken + 8 * i, 4);
+            barrier_init(ready + 8 * i, 4 * WARP_ARRIVALS);
+            barrier_init(taken + 8 * i, 4 * WARP_ARRIVALS);
         }
     }
 };
@@ -236,10 +236,7 @@ struct Steps {
             own.total[h] += p0 + p1;
             store_weights(s.weights + hand * WEIGHT_BYTES, g + 8 * h, 16 * warp + 8 * n + 2 * c, p0, p1);
         }
-        if constexpr (STEP == 11) {
-            __syncwarp();
-            if (g == 0 && c == 0) barrier_arrive(s.ready + 8 * hand);
-        }
+        if constexpr (STEP == 11) warp_arrive(s.ready + 8 * hand, g == 0 && c == 0);
     }
     // What stands ahead of the products of part I: a step as early as the one before allows, for the sums wait for these
     // weights, and the tile stays in the ring until then.

@@ -73,6 +73,30 @@ def test_sparse_mla(layout, cluster):
     assert takes.registers * 384 <= 65536 and takes.shared == 0 and takes.spilled <= 96
 
 
+def test_sparse_mla_as_racecheck_follows_it(monkeypatch):
+    def lanes(form, cluster):
+        return form.defines(cluster, lengths=True, sink=True, wide_slots=False)["LANES_ARRIVE"]
+
+    for form in sparse_mla.FORMS.values():
+        assert [lanes(form, cluster) for cluster in (1, 2, 8)] == [0, 1, 1]
+    monkeypatch.setattr(sparse_mla, "LANES_ARRIVE", True)
+    for form in sparse_mla.FORMS.values():
+        defines = form.defines(1, lengths=True, sink=True, wide_slots=False)
+        assert lanes(form, 1) == 1 and form.name in program.compile_only(form.source, "sm_90a", defines)[1]
+
+
+def test_a_lane_speaks_for_its_warp_through_warp_arrive_only():
+    """It has the __syncwarp() that racecheck cannot miss. The others tell of what the lane wrote itself."""
+    own = ("if (lane == 0) barrier_arrive(full);", "barrier_arrive(full);")
+    for source in Path(program.__file__).parent.glob("*.cu*"):
+        lines = [line.strip() for line in source.read_text().splitlines()]
+        found = [line for line in lines if re.search(r"\bbarrier_arrive\(|mbarrier\.arrive\.shared", line)]
+        if source.name == "warps.cuh":
+            assert len(found) == 5 and lines.count("__syncwarp();") == 2
+        else:
+            assert tuple(found) == (own if source.name == "sparse_mla_parts.cuh" else ()), source.name
+
+
 def launched_early():
     """(source, arch, macros) of kernels that are launched before the one ahead is done."""
     for arch in CLUSTER_ARCHS:
