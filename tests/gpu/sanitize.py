@@ -2,8 +2,9 @@
 
     compute-sanitizer --tool memcheck --launch-timeout 300 --report-api-errors no --error-exitcode 9 \
         python -m tests.gpu.sanitize
-    compute-sanitizer --tool racecheck --launch-timeout 300 --error-exitcode 9 \
-        --kernel-name "$(python -m tests.gpu.sanitize --filter)" python -m tests.gpu.sanitize --ours
+    compute-sanitizer --tool racecheck --launch-timeout 300 --print-limit 0 --log-file race.%p \
+        --kernel-name "$(python -m tests.gpu.sanitize --filter)" python -m tests.gpu.sanitize --racecheck
+    python -m tests.gpu.racecheck race.*
 
 Run it once without the sanitizer first: then the kernels are compiled. With `--part 1/8` to `8/8` eight processes share
 the paths: most of the time is the host's. Tensors are allocated one by one
@@ -11,7 +12,9 @@ the paths: most of the time is the host's. Tensors are allocated one by one
 --report-api-errors no: memcheck would count each refusal of the driver as an error. Triton's loader tries an attribute
 of newer drivers first where a kernel takes more than 48 KiB of shared memory (cuFuncSetAttribute, INVALID_VALUE) and
 falls back to the old one. A call that fails for good raises in Python, and its path is reported as wrong.
-racecheck looks at shared memory of our own kernels; --filter prints their names as its option wants them.
+racecheck looks at shared memory of our own kernels; --filter prints their names as its option wants them, --racecheck
+builds all in the form that it can follow, and tests/gpu/racecheck.py judges its reports. Take a sanitizer of 2026 (pip
+install nvidia-cuda-sanitizer-api): that of CUDA 13.0 also reports what Triton hands to the warps it starts.
 FlashInfer builds a C++ module at the first call, which takes minutes: its rows are run with --with-jit only.
 
 Paths: every row of the support table but torch's, by the cases of `sglang-dsa check` (one an operator, implementation,
@@ -43,6 +46,7 @@ from sglang_dsa_plugin import support
 from sglang_dsa_plugin.cache.layouts import FP8, INDEX_PAGE_BYTES, PAGE_SIZE
 from sglang_dsa_plugin.kernels import cuda as our_sources
 from sglang_dsa_plugin.kernels import triton as our_kernels
+from sglang_dsa_plugin.kernels.cuda import sparse_mla as cuda_sparse_mla
 from sglang_dsa_plugin.ops import (
     index_keys,
     index_queries,
@@ -330,6 +334,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="operators whose name holds this text")
     parser.add_argument("--ours", action="store_true", help="this package's kernels only")
+    parser.add_argument("--racecheck", action="store_true", help="--ours, with hand-overs that racecheck can follow")
     parser.add_argument("--with-jit", action="store_true", help="FlashInfer's kernels as well, which it builds first")
     parser.add_argument(
         "--part", default="1/1", help="I/N: every Nth path, beginning with the Ith, for N processes side by side"
@@ -340,11 +345,10 @@ def main() -> int:
         print(",".join(f"kne={name}" for name in kernel_names()))
         return 0
     device, wrong = torch.device("cuda", 0), 0
+    cuda_sparse_mla.LANES_ARRIVE = asked.racecheck
     first, step = part(asked.part)
-    chosen = [
-        path for path in paths(device, ours=asked.ours, with_jit=asked.with_jit) if asked.only in path[0].operator
-    ]
-    chosen = chosen[first::step]
+    all_paths = paths(device, ours=asked.ours or asked.racecheck, with_jit=asked.with_jit)
+    chosen = [path for path in all_paths if asked.only in path[0].operator][first::step]
     with torch.inference_mode():
         for case, name in chosen:
             begun = time.perf_counter()

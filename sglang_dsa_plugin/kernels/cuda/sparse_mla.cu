@@ -22,7 +22,7 @@
 #define SLOTS (4 * STAGES)                 // quarters of tiles
 #define SLOT_BYTES (STAGE_BYTES / 4)
 #define FULL_ARRIVALS 33                   // copies of a lane, and a word of its warp
-#define EMPTY_ARRIVALS 4                   // the warps of sums; those of scores where queries lie
+#define EMPTY_ARRIVALS (4 * WARP_ARRIVALS) // the warps of sums; those of scores where queries lie
 #define SCORES_REGISTERS 240
 #define SUMS_REGISTERS 168
 #define AHEAD 3                            // steps of 32 columns that are fetched ahead of their products
@@ -101,8 +101,7 @@ __device__ void scores(const Arguments& a, const Shared& s) {
 #pragma unroll
             for (int j = 0; j < 36; j++) matrices(q[j], (at ^ j % 4 * 32) + j / 4 * 128);
         }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(place.empty(s));
+        warp_arrive(place.empty(s), lane == 0);
         place.add(1);
 
         Softmax own;
@@ -188,18 +187,14 @@ __device__ void sums(const Arguments& a, const Shared& s) {
 #pragma unroll
                 for (int n = 0; n < 8; n++)
                     product(acc[8 * half + n], w[k % 2].high, x[n / 2][n % 2 * 2], x[n / 2][n % 2 * 2 + 1]);
-                if (half == 1) {
-                    __syncwarp();
-                    if (lane == 0) barrier_arrive(place.plus(k).empty(s));
-                }
+                if (half == 1) warp_arrive(place.plus(k).empty(s), lane == 0);
                 if constexpr (HEADS > 8) {
 #pragma unroll
                     for (int n = 0; n < 8; n++)
                         product(acc[8 * half + n], w[k % 2].low, x[n / 2][n % 2 * 2], x[n / 2][n % 2 * 2 + 1]);
                 }
             }
-            __syncwarp();
-            if (lane == 0) barrier_arrive(s.taken + 8 * hand.stage);
+            warp_arrive(s.taken + 8 * hand.stage, lane == 0);
             hand.next();
         }
 
@@ -212,8 +207,7 @@ __device__ void sums(const Arguments& a, const Shared& s) {
         }
 #if CLUSTER == 1
         float weight[2] = {factors[16 * hand.stage + g], factors[16 * hand.stage + g + above]};
-        __syncwarp();
-        if (lane == 0) barrier_arrive(s.taken + 8 * hand.stage);
+        warp_arrive(s.taken + 8 * hand.stage, lane == 0);
         Item item(a, i);
 #pragma unroll
         for (int h = 0; h < HEADS / 8; h++) {

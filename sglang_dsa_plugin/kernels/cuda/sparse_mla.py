@@ -24,6 +24,8 @@ _THREADS = 384
 _LOG2E = 1 / math.log(2)
 MOST_BLOCKS = 8  # of a cluster, where nothing is asked of the GPU
 _SPLIT_PICKS = 1024  # from which on a second launch costs less than what it saves
+# Whether hand-overs have the form that racecheck follows (warps.cuh) where it costs time, too: tests/gpu/sanitize.py.
+LANES_ARRIVE = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Form:
             "HAS_LENGTHS": int(lengths),
             "HAS_SINK": int(sink),
             "SLOTS64": int(wide_slots),
+            "LANES_ARRIVE": int(LANES_ARRIVE or cluster > 1),
         }
 
     @property

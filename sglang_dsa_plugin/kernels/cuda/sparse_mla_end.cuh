@@ -38,8 +38,7 @@ __device__ __forceinline__ void end_row(const Arguments& a, const Shared& s, con
             if (c == 0) s.floats(s.factors)[16 * hand + g + 8 * h] = weight;
         }
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(s.ready + 8 * hand);
+    warp_arrive(s.ready + 8 * hand, lane == 0);
 }
 
 #if CLUSTER > 1

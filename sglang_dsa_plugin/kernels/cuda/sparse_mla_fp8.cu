@@ -16,7 +16,7 @@
 #define STAGE_BYTES (SCALES_AT + TILE * 16)
 #define SLOTS STAGES                               // whole tiles; a row's queries take one, too
 #define FULL_ARRIVALS (128 + 4)                    // copies of a thread, and a word of each warp
-#define EMPTY_ARRIVALS 8                           // warps that read
+#define EMPTY_ARRIVALS (8 * WARP_ARRIVALS)         // warps that read
 #define SCORES_REGISTERS 248
 #define SUMS_REGISTERS 160
 #define WEIGHT_BITS 10                             // weights are up to 2^10 in f16
@@ -93,8 +93,7 @@ __device__ void scores(const Arguments& a, const Shared& s) {
         Queries q;
         barrier_wait(s.full + 8 * turn.stage, turn.parity);
         q.load(s.ring + turn.stage * STAGE_BYTES, lane);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(s.empty + 8 * turn.stage);
+        warp_arrive(s.empty + 8 * turn.stage, lane == 0);
         turn.next();
 
         Softmax own;
@@ -120,8 +119,7 @@ __device__ void scores(const Arguments& a, const Shared& s) {
                 these.run<0, true>(q, nope, rope, s.floats(scales), steps);
                 hand.next();
             }
-            __syncwarp();
-            if (lane == 0) barrier_arrive(s.empty + 8 * turn.stage);
+            warp_arrive(s.empty + 8 * turn.stage, lane == 0);
 #pragma unroll
             for (int n = 0; n < 2; n++)
 #pragma unroll
@@ -151,8 +149,7 @@ __device__ void sums(const Arguments& a, const Shared& s) {
     for (int i = blockIdx.x / CLUSTER; i < a.items; i += gridDim.x / CLUSTER) {
         // The queries are not for this group.
         barrier_wait(s.full + 8 * turn.stage, turn.parity);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(s.empty + 8 * turn.stage);
+        warp_arrive(s.empty + 8 * turn.stage, lane == 0);
         turn.next();
 
         // acc[2 n] and acc[2 n + 1]: columns 16 n + 4 c (+ 2) and 16 n + 4 c + 1 (+ 2), of heads g (0, 1), g + 8 (2, 3).
@@ -223,19 +220,14 @@ __device__ void sums(const Arguments& a, const Shared& s) {
                     for (int n = 0; n < 8; n++) product_f16(acc[8 * half + n], low, v[n][0], v[n][1]);
                 }
             }
-            __syncwarp();
-            if (lane == 0) {
-                barrier_arrive(s.taken + 8 * hand.stage);
-                barrier_arrive(s.empty + 8 * turn.stage);
-            }
+            warp_arrive(s.taken + 8 * hand.stage, s.empty + 8 * turn.stage, lane == 0);
             hand.next();
         }
 
         barrier_wait(s.ready + 8 * hand.stage, hand.parity);
         float back = power(unit) / (1 << WEIGHT_BITS);
         float weight[2] = {factors[16 * hand.stage + g] * back, factors[16 * hand.stage + g + 8] * back};
-        __syncwarp();
-        if (lane == 0) barrier_arrive(s.taken + 8 * hand.stage);
+        warp_arrive(s.taken + 8 * hand.stage, lane == 0);
         hand.next();
 #if CLUSTER > 1
         group_sync(2);  // the ring is idle once all warps are here: its memory takes the sums

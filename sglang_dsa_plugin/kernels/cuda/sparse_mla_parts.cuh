@@ -8,8 +8,8 @@
 //
 // and the functions that are declared below the structures.
 //
-// Compile-time: CLUSTER, STAGES, HEADS, HAS_LENGTHS, HAS_SINK, SLOTS64 (kernels/cuda/sparse_mla.py). HEADS: 16, or 8
-// where a row of queries has no more; products have 16 all the same.
+// Compile-time: CLUSTER, STAGES, HEADS, HAS_LENGTHS, HAS_SINK, SLOTS64, LANES_ARRIVE (kernels/cuda/sparse_mla.py).
+// HEADS: 16, or 8 where a row of queries has no more; products have 16 all the same.
 
 #include "warps.cuh"
 
@@ -65,8 +65,8 @@ struct Shared {
             barrier_init(empty + 8 * i, EMPTY_ARRIVALS);
         }
         for (int i = 0; i < 2; i++) {
-            barrier_init(ready + 8 * i, 4);
-            barrier_init(taken + 8 * i, 4);
+            barrier_init(ready + 8 * i, 4 * WARP_ARRIVALS);
+            barrier_init(taken + 8 * i, 4 * WARP_ARRIVALS);
         }
     }
 };
@@ -243,10 +243,7 @@ struct Steps {
             own.total[h] += p0 + p1;
             store_weights(s.weights + hand * WEIGHT_BYTES, g + 8 * h, 16 * warp + 8 * n + 2 * c, p0, p1);
         }
-        if constexpr (STEP == 11) {
-            __syncwarp();
-            if (g == 0 && c == 0) barrier_arrive(s.ready + 8 * hand);
-        }
+        if constexpr (STEP == 11) warp_arrive(s.ready + 8 * hand, g == 0 && c == 0);
     }
     // What may stand ahead of the products of part I: a step as early as the one before allows, for the sums wait for these
     // weights, and the tile stays in the ring until then.

@@ -73,6 +73,33 @@ def test_sparse_mla(layout, cluster, heads):
     assert takes.registers * 384 <= 65536 and takes.shared == 0 and takes.spilled <= 96
 
 
+def test_sparse_mla_as_racecheck_follows_it(monkeypatch):
+    def lanes(form, cluster):
+        return form.defines(cluster, lengths=True, sink=True, wide_slots=False)["LANES_ARRIVE"]
+
+    for form in sparse_mla.FORMS.values():
+        assert [lanes(form, cluster) for cluster in (1, 2, 8)] == [0, 1, 1]
+    monkeypatch.setattr(sparse_mla, "LANES_ARRIVE", True)
+    for form in sparse_mla.FORMS.values():
+        defines = form.defines(1, lengths=True, sink=True, wide_slots=False)
+        assert lanes(form, 1) == 1 and form.name in program.compile_only(form.source, "sm_90a", defines)[1]
+
+
+def test_a_lane_speaks_for_its_warp_through_warp_arrive_only():
+    """It has the __syncwarp() that racecheck cannot miss. The others tell of what the lane wrote itself."""
+    own = {
+        "sparse_mla_fp8.cu": ["if (lane == 0) barrier_arrive(full);", "barrier_arrive(full);"],
+        "sparse_mla_quarters.cuh": ["if (lane == 0) barrier_arrive(place.full(s));"],
+    }
+    for source in Path(program.__file__).parent.glob("*.cu*"):
+        lines = [line.strip() for line in source.read_text().splitlines()]
+        found = [line for line in lines if re.search(r"\bbarrier_arrive\(|mbarrier\.arrive\.shared", line)]
+        if source.name == "warps.cuh":
+            assert len(found) == 5 and lines.count("__syncwarp();") == 2
+        else:
+            assert found == own.get(source.name, []), source.name
+
+
 # Shared memory of a block in KiB, by compute capability.
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 

@@ -3,6 +3,8 @@
 Triton caches what it compiled, so only the first run takes long.
 """
 
+import re
+
 import pytest
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -158,6 +160,22 @@ def test_hopper_of_many_heads(layout, rows):
     assert plan.kernel == "wide" and kernel.metadata.shared <= tiles.SHARED_BYTES[90]
     # Sixteen warps fit into the registers of a multiprocessor with no more than this.
     assert layout != "bf16_1152" or ".maxnreg 128" in kernel.asm["ptx"]
+    if layout == "bf16_1152":
+        assert_arrivals_have_their_barrier(kernel.asm["ptx"])
+
+
+def assert_arrivals_have_their_barrier(ptx):
+    """A thread that tells an mbarrier what a group did does so right behind the group's own barrier, which orders the
+    others' loads and stores before it. racecheck cannot tell (tests/gpu/racecheck.py).
+    """
+    code = [line.strip() for line in ptx.splitlines()]
+    code = [line for line in code if line and not line.startswith((".loc", "//", "$L__tmp"))]
+    arrivals = [i for i, line in enumerate(code) if re.search(r"(?<!async\.)mbarrier\.arrive", line)]
+    assert len(arrivals) == 5
+    for i in arrivals:
+        while not re.search(r"\bbar(rier)?(\.cta)?\.sync", code[i - 1]):
+            i -= 1
+            assert not re.search(r"shared|matrix|wgmma|async|\bbra\b|\$L__BB", code[i - 1]), code[i - 8 : i + 1]
 
 
 @pytest.mark.parametrize("layout", ["bf16_1152", "fp8_656"])
