@@ -23,6 +23,7 @@ _TILE = 64
 _THREADS = 384
 _LOG2E = 1 / math.log(2)
 MOST_BLOCKS = 8  # of a cluster, where nothing is asked of the GPU
+_SPLIT_PICKS = 1024  # from which on a second launch costs less than what it saves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,24 @@ def cluster_of(items: int, processors: int, at_once: Callable[[int], int]) -> in
     return next((c for c in sizes if items * c <= processors and items <= at_once(c)), 1)
 
 
+def launches(
+    rows: int, tiles: int, picks: int, processors: int, at_once: Callable[[int], int]
+) -> list[tuple[int, int]]:
+    """(rows, blocks that share one of them) of each launch; a row has `tiles` times 16 heads. at_once as above.
+
+    Where rows would fill most processors one time less than the rest, the last ones are launched for themselves, and
+    shared: 4096 rows are 31 for each of 132 processors, and 4.
+    """
+    cluster = cluster_of(rows * tiles, processors, at_once)
+    whole = rows * tiles // processors * processors // tiles
+    last = rows - whole
+    if cluster == 1 and whole and last and picks >= _SPLIT_PICKS:
+        shared = cluster_of(last * tiles, processors, at_once)
+        if shared > 1:
+            return [(whole, 1), (last, shared)]
+    return [(rows, cluster)]
+
+
 def sparse_mla(
     q: torch.Tensor,
     kv_rows: torch.Tensor,
@@ -112,7 +131,7 @@ def sparse_mla(
         narrow = lengths if lengths.dtype == torch.int32 else lengths.clamp(0, picks).to(torch.int32)
         lengths = narrow.contiguous()
     written = result if _writable(result) else torch.empty_like(result, memory_format=torch.contiguous_format)
-    items = rows * -(-heads // _HEADS)
+    tiles = -(-heads // _HEADS)
     processors = index_tables.gpu_of(q.device).processors
 
     def kernel(blocks: int) -> program.Kernel:
@@ -123,37 +142,47 @@ def sparse_mla(
 
     if cluster is None:
         # Whatever CLUSTER a kernel is compiled for, it takes as much of a multiprocessor.
-        cluster = cluster_of(items, processors, lambda size: kernel(1).clusters_at_once(_THREADS, size))
-    run = kernel(cluster)
-    run.launch(
-        min(items, processors) if cluster == 1 else items,
-        _THREADS,
-        (
-            nope.data_ptr(),
-            rope.data_ptr(),
-            kv_rows.data_ptr(),
-            slots.data_ptr(),
-            0 if lengths is None else lengths.data_ptr(),
-            0 if sink is None else sink.data_ptr(),
-            written.data_ptr(),
-            lse.data_ptr(),
-            ctypes.c_int64(nope.stride(0)),
-            ctypes.c_int64(nope.stride(1)),
-            ctypes.c_int64(rope.stride(0)),
-            ctypes.c_int64(rope.stride(1)),
-            ctypes.c_int64(row_stride),
-            ctypes.c_int64(slots.stride(0)),
-            ctypes.c_int64(written.stride(0)),
-            ctypes.c_int64(written.stride(1)),
-            ctypes.c_int32(kv_rows.shape[0]),
-            ctypes.c_int32(heads),
-            ctypes.c_int32(picks),
-            ctypes.c_int32(items),
-            ctypes.c_float(scale * _LOG2E),
-        ),
-        cluster=cluster,
-        pdl=True,
-    )
+        parts = launches(rows, tiles, picks, processors, lambda size: kernel(1).clusters_at_once(_THREADS, size))
+    else:
+        parts = [(rows, cluster)]
+    first = 0
+
+    def at(t: torch.Tensor | None) -> int:
+        # By hand: a slice takes the host a microsecond.
+        return 0 if t is None else t.data_ptr() + first * t.stride(0) * t.element_size()
+
+    for count, blocks in parts:
+        items = count * tiles
+        kernel(blocks).launch(
+            min(items, processors) if blocks == 1 else items,
+            _THREADS,
+            (
+                at(nope),
+                at(rope),
+                kv_rows.data_ptr(),
+                at(slots),
+                at(lengths),
+                0 if sink is None else sink.data_ptr(),
+                at(written),
+                at(lse),
+                ctypes.c_int64(nope.stride(0)),
+                ctypes.c_int64(nope.stride(1)),
+                ctypes.c_int64(rope.stride(0)),
+                ctypes.c_int64(rope.stride(1)),
+                ctypes.c_int64(row_stride),
+                ctypes.c_int64(slots.stride(0)),
+                ctypes.c_int64(written.stride(0)),
+                ctypes.c_int64(written.stride(1)),
+                ctypes.c_int32(kv_rows.shape[0]),
+                ctypes.c_int32(heads),
+                ctypes.c_int32(picks),
+                ctypes.c_int32(items),
+                ctypes.c_float(scale * _LOG2E),
+            ),
+            cluster=blocks,
+            pdl=True,
+        )
+        first += count
     if written is not result:
         result.copy_(written)
     return result, lse
