@@ -151,7 +151,11 @@ FORMS = {
 }
 
 
-@pytest.fixture(scope="module", params=FORMS, ids=str)
+SHORT = {"two stages", "two tiles a warp, splits", "splits of 32 heads", "fp8, two tiles a warp"}
+PARAMS = [pytest.param(name, marks=() if name in SHORT else pytest.mark.full) for name in FORMS]
+
+
+@pytest.fixture(scope="module", params=PARAMS, ids=str)
 def form(request, tmp_path_factory):
     made = FORMS[request.param]
     folder = tmp_path_factory.mktemp("emulated")
