@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sglang_dsa_plugin import support
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM, LATENT_LAYOUTS, PAGE_SIZE, ROPE_DIM
 from sglang_dsa_plugin.ops import dense_mha, sparse_mla
 from sglang_dsa_plugin.tools import bench_floors as floors
@@ -184,17 +185,27 @@ def _attend(inputs: Inputs, impl: str | None, portable: bool = False) -> Any:
 
 
 def portable_attention(inputs: Inputs) -> Any:
-    """Our Triton kernel as GPUs without Hopper's instructions run it, with the tiles of its table for them."""
-    from sglang_dsa_plugin.kernels.triton import sparse_mla as kernel
-    from sglang_dsa_plugin.kernels.triton import sparse_mla_tiles as tiles
+    """As a GPU of SM 8.0 runs it, without Hopper's instructions: the kernel that the support table takes there, with the
+    shared memory there is there (163 KiB), or the tiles of Triton's table without wgmma.
+    """
+    from sglang_dsa_plugin.kernels.cuda import sparse_mla_portable
+    from sglang_dsa_plugin.kernels.triton import index_tables, sparse_mla_tiles
+    from sglang_dsa_plugin.kernels.triton import sparse_mla as triton_kernel
 
-    rows, heads, _ = inputs.q.shape
-    properties = torch.cuda.get_device_properties(inputs.q.device)
-    sm, picks = 10 * properties.major + properties.minor, inputs.slots.shape[1]
-    plan = tiles.choose(sm, properties.multi_processor_count, inputs.layout, rows, heads, picks, False, 1)
-    return kernel.sparse_mla(
-        inputs.q, inputs.rows, inputs.slots, inputs.scale, inputs.layout, lengths=inputs.counts, plan=plan
-    )
+    q, picks = inputs.q, inputs.slots.shape[1]
+    rows, heads, _ = q.shape
+    features = {"layout": inputs.layout, "heads": heads, "k": picks, "dtype": q.dtype, "rows": rows}
+    taken = support.choose("sparse_mla", device="cuda", sm=80, packages="all", **features).name
+    properties = torch.cuda.get_device_properties(q.device)
+    given = (q, inputs.rows, inputs.slots, inputs.scale, inputs.layout)
+    processors = properties.multi_processor_count
+    if taken.startswith("cuda_portable"):
+        gpu = index_tables.Gpu("cuda", 80, processors, 163)
+        plan = sparse_mla_portable.choose(gpu, inputs.layout, rows, heads, picks)
+        return sparse_mla_portable.sparse_mla(*given, lengths=inputs.counts, plan=plan)
+    sm = 10 * properties.major + properties.minor
+    tiles = sparse_mla_tiles.choose(sm, processors, inputs.layout, rows, heads, picks, False, 1)
+    return triton_kernel.sparse_mla(*given, lengths=inputs.counts, plan=tiles)
 
 
 def _attention_reference(inputs: Inputs) -> Any:

@@ -24,7 +24,7 @@ _THREADS = 384
 _LOG2E = 1 / math.log(2)
 MOST_BLOCKS = 8  # of a cluster, where nothing is asked of the GPU
 _SPLIT_PICKS = 1024  # from which on a second launch costs less than what it saves
-# Whether hand-overs have the form that racecheck follows (sparse_mla_parts.cuh) where it costs time, too: tests/gpu/sanitize.py.
+# Whether hand-overs have the form that racecheck follows (sparse_mla_parts.cuh) where it costs time, too.
 LANES_ARRIVE = False
 
 
