@@ -185,8 +185,8 @@ def _attend(inputs: Inputs, impl: str | None, portable: bool = False) -> Any:
 
 
 def portable_attention(inputs: Inputs) -> Any:
-    """As a GPU of SM 8.0 runs it, without instructions of Hopper: by the kernel that the support table takes there, within
-    163 KiB of shared memory, or with the tiles of the Triton table that need no wgmma.
+    """As a GPU of SM 8.0 runs it, without instructions of Hopper: by the kernel that the support table takes there,
+    within 163 KiB of shared memory, or with the tiles of the Triton table that need no wgmma.
     """
     from sglang_dsa_plugin.kernels.cuda import sparse_mla_portable
     from sglang_dsa_plugin.kernels.triton import index_tables, sparse_mla_tiles
