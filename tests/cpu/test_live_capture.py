@@ -58,9 +58,9 @@ class Indexer:
         self.inputs, self.step = inputs, step
 
     def forward(self, forward_batch=None):
-        return self._store_and_pick(self.step)
+        return self._store_and_pick(self.step, decode=True)
 
-    def _store_and_pick(self, step):
+    def _store_and_pick(self, step, decode):
         return index_select.paged(
             self.inputs.q, self.inputs.pages, self.inputs.gate, step.lengths, step.page_table, step.row_to_request, K
         )

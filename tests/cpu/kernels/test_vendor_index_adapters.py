@@ -296,7 +296,7 @@ else:
         end = (start + lengths - 4).clamp(max=320)
         offsets = torch.arange(40) * 1000
         arguments = (q, k, scale, gate, start, end, 64, 2, 3)
-        row = 4 * (320 + 256)  # a column a key, and room for as many as are scored together
+        row = 4 * 768  # a column a key, room for 256 that are scored together, and a multiple of 256
         got = vendor_select.ragged(*arguments, 17 * row, offsets)
         want = index_select.reference_ragged(*arguments[:7], offsets, 2, 3)
         assert torch.equal(got, want) and gathers == [(16, 320), (16, 320), (8, 320)]

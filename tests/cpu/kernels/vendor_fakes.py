@@ -183,7 +183,7 @@ def deep_gemm(most_rows, calls=None, plans=None):
         want = index_scores.reference_ragged(q, k, scale, weights, ks * 0, ks * 0 + keys).float()
         place = torch.arange(keys)
         inside = (place >= ks.unsqueeze(1)) & (place < ke.unsqueeze(1))
-        found = junk(-(-rows // 4) * 4, -(-(keys + 256) // 8) * 8)[:rows, :keys]
+        found = junk(-(-rows // 4) * 4, -(-(keys + 256) // 256) * 256)[:rows, :keys]
         return found.copy_(torch.where(inside, want, found))
 
     def metadata(lengths, page, processors):

@@ -76,11 +76,11 @@ def hook_indexer(module):
         return forward(self, *arguments, **named)
 
     @functools.wraps(pick)
-    def with_layer(self, step, *more):
+    def with_layer(self, step, *more, **named):
         _layer.update(id=self.layer_id)
         if step.decision.path == "graph":  # a replay does not call `forward`
             _layer.update(mode="prefill")
-        return pick(self, step, *more)
+        return pick(self, step, *more, **named)
 
     module.DsaIndexer.forward, module.DsaIndexer._store_and_pick = with_mode, with_layer
     index_select.paged = _captured(index_select.paged, _select)
