@@ -1,6 +1,6 @@
 """Launches from projections to index keys in their page and to index queries with a gate: one each, or one for both
 where rows are few; see ops/index_keys.py, ops/index_queries.py and ops/index_front.py for what is computed, and
-index_front_kernels.py for how.
+index_front_parts.py for how.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from sglang_dsa_plugin.cache.layouts import FP8, INDEX_DIM, PAGE_SIZE, ROPE_DIM
 
 from . import index_tables, pdl
 from .e4m3 import has_cvt
-from .index_front_kernels import front_kernel, keys_kernel, queries_kernel
+from .index_front_kernels import front_kernel
+from .index_front_keys import keys_kernel
+from .index_front_queries import queries_kernel
 
 TILE = 16  # vectors, the least the matrix unit takes; more would change its instruction, and with it the last bit
 WARPS = 4

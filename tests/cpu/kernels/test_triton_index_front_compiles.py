@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("triton")
 
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM
-from sglang_dsa_plugin.kernels.triton import e4m3, index_front, index_front_kernels, latent_rows, pdl
+from sglang_dsa_plugin.kernels.triton import e4m3, index_front, latent_rows, pdl
 from tests.cpu.kernels.test_triton_index_compiles import SHARED, compiled, gpu_of
 
 pytestmark = pytest.mark.full
@@ -31,7 +31,7 @@ def constants(name, layout, fp8):
 def test_keys(name, layout, fp8):
     with_scale = {"pages": "*u8" if fp8 else "*bf16", "scales": "*fp32" if fp8 else "*bf16"}
     fixed = constants(name, layout, fp8) | {"LAYER": fp8, "PAGE": 64}
-    compiled(index_front_kernels.keys_kernel, name, fixed, index_front.WARPS, **FLOATS, **INDICES, **with_scale)
+    compiled(index_front.keys_kernel, name, fixed, index_front.WARPS, **FLOATS, **INDICES, **with_scale)
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -40,7 +40,7 @@ def test_queries(name, layout, fp8):
     types = {"weights": "*fp32", "q": "*u8" if fp8 else "*bf16", "gate": "*fp32", "gate_factor": "fp32"}
     for warps, skip in ((index_front.WARPS, False), (index_front.MANY_WARPS, True)):
         fixed = constants(name, layout, fp8) | {"HEADS": 64, "SKIP": skip}
-        compiled(index_front_kernels.queries_kernel, name, fixed, warps, **FLOATS, **INDICES, **types)
+        compiled(index_front.queries_kernel, name, fixed, warps, **FLOATS, **INDICES, **types)
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -49,7 +49,7 @@ def test_both(name, layout, fp8):
     types = {"key": "*bf16", "query": "*bf16", "weights": "*fp32", "gate": "*fp32", "gate_factor": "fp32"}
     types |= {"pages": "*u8" if fp8 else "*bf16", "scales": "*fp32" if fp8 else "*bf16", "q": "*u8" if fp8 else "*bf16"}
     fixed = constants(name, layout, fp8) | {"HEADS": 64, "SKIP": True, "LAYER": fp8, "PAGE": 64}
-    built = compiled(index_front_kernels.front_kernel, name, fixed, index_front.WARPS, **FLOATS, **INDICES, **types)
+    built = compiled(index_front.front_kernel, name, fixed, index_front.WARPS, **FLOATS, **INDICES, **types)
     if pdl.arguments(gpu_of(name))["PDL"]:
         # Nothing is read ahead of the wait for the kernel before, but fetched.
         ahead = built.asm["ptx"].split("griddepcontrol.wait")[0]
