@@ -152,24 +152,18 @@ _CUDA_ROWS = [
             "sparse_mla",
             "sparse_mla_portable",
             "sparse_mla",
-            TRITON_SMS,
+            can,
             f"mma.sync, 32 or 64 heads a block, {room}; run on SM 9.0 only, compiled for 8.0, 8.6, 8.9, 10.0 and 12.0",
             name=name,
             layouts=frozenset({layout}),
             heads=HEADS,
             dtypes=frozenset({torch.bfloat16}),
-            first=Where(sm=sms, heads=frozenset(range(33, 129)), min_rows=least),
+            first=Where(sm=NO_VENDOR_SMS & can, heads=frozenset(range(33, 129)), min_rows=least),
             takes=frozenset({"q_rope"}),
         )
-        for name, layout, sms, least, room in (
-            ("cuda_portable", "bf16_1152", NO_VENDOR_SMS, SOME_ROWS, "99 KiB of shared memory"),
-            (
-                "cuda_portable_fp8",
-                "fp8_656",
-                NO_VENDOR_SMS & LARGE_SHARED_SMS,
-                MANY_ROWS,
-                "163 KiB of shared memory, with less the Triton kernel",
-            ),
+        for name, layout, can, least, room in (
+            ("cuda_portable", "bf16_1152", TRITON_SMS, SOME_ROWS, "99 KiB of shared memory"),
+            ("cuda_portable_fp8", "fp8_656", TRITON_SMS & LARGE_SHARED_SMS, MANY_ROWS, "163 KiB of shared memory"),
         )
     ),
     *(

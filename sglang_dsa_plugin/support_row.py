@@ -236,7 +236,7 @@ def unusable(package: str) -> str | None:
     """Why a kernel package cannot be used on this machine, in words, or None where it can."""
     # Looking for a module inside a package imports the package, which may not be there.
     if any(importlib.util.find_spec(part) is None for part in itertools.accumulate(package.split("."), "{}.{}".format)):
-        return f"{package} is not installed"
+        return f"{package} is not installed{_REMEDIES.get(package, '')}"
     why = _CONDITIONS[package]() if package in _CONDITIONS else None
     return f"{package} {why}" if why else None
 
@@ -280,6 +280,7 @@ _CONDITIONS: dict[str, Callable[[], str | None]] = {
     "deep_gemm": _why_deep_gemm_cannot_compile,
     "cuda.core": _why_nvrtc_cannot_serve,
 }
+_REMEDIES = {"cuda.core": " (pip install cuda-core)"}
 
 
 def sm_name(sm: int | None) -> str:

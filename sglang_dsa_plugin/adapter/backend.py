@@ -102,7 +102,8 @@ class DsaBackend(AttentionBackend):
             report.prefill_metrics(counting_rank=first_rank and get_parallel().pp_rank == 0),
         )
         if torch.device(self.device).type == "cuda":
-            preload.load_kernels(self.choices, self.config, pool, torch.device(self.device), self.max_context_len)
+            context = self.max_context_len
+            preload.load_kernels(self.choices, self.config, pool, torch.device(self.device), context, self.heads)
         if first_rank and not model_runner.is_draft_worker:
             logger.info(report.serving_line(self, pool))
 

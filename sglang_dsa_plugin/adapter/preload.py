@@ -30,15 +30,16 @@ _SELECTS_BY_OURS = ("triton", "deep_gemm")
 
 
 def load_kernels(
-    choices: dict[str, Choice], config: DsaConfig, pool: DsaPool, device: torch.device, context: int
+    choices: dict[str, Choice], config: DsaConfig, pool: DsaPool, device: torch.device, context: int, heads: int
 ) -> None:
-    """Compile or load what `choices` will run on a GPU. context: tokens of the longest request."""
+    """Compile or load what `choices` will run on a GPU. context: tokens of the longest request. heads: of this rank."""
     layout = pool.layout.name
     attention = choices["sparse_mla"].names | choices["sparse_mla_prefill"].names
     selects = choices["index_select_paged"].name in _SELECTS_BY_OURS
     begun = time.monotonic()
     columns = context + PAGE_SIZE if selects else 0
-    found = prepare.prepare(device, columns, config.index_topk, layout if "cuda" in attention else None)
+    portable = (layout, heads) if any(name.startswith("cuda_portable") for name in attention) else None
+    found = prepare.prepare(device, columns, config.index_topk, layout if "cuda" in attention else None, portable)
     load_scores(choices, config, pool)
     if (took := time.monotonic() - begun) > _WORTH_A_LINE:
         logger.info("sglang-dsa-plugin loaded %d CUDA kernels in %.1f s", found, took)

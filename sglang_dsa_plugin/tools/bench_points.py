@@ -23,7 +23,7 @@ OPERATOR = "sparse_mla"
 DENSE, SELECT = "dense", "index_select"
 # Another package's kernel has to be worth its import and its padding.
 MARGIN = 0.97
-OURS = frozenset({"cuda", "triton"})
+OURS = frozenset({"cuda", "cuda_portable", "cuda_portable_fp8", "triton"})
 
 
 @dataclass

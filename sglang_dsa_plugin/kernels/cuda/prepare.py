@@ -12,18 +12,21 @@ import torch
 
 from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
 from sglang_dsa_plugin.kernels.triton import index_tables
-from sglang_dsa_plugin.support_row import unusable
+from sglang_dsa_plugin.support_row import SOME_ROWS, unusable
 
-from . import program, select, sparse_mla, tables
+from . import program, select, sparse_mla, sparse_mla_portable, tables
 
 _AT_A_TIME = 8
 
 Form = select.Form  # of any kernel
 
 
-def server_forms(gpu: index_tables.Gpu, columns: int, k: int, layout: str | None) -> list[Form]:
+def server_forms(
+    gpu: index_tables.Gpu, columns: int, k: int, layout: str | None, portable: tuple[str, int] | None = None
+) -> list[Form]:
     """The forms that steps of a server take on this GPU: selection of k from up to `columns` scores (0: none) with
-    positions and slots written, and sparse attention on rows of `layout` (None: none).
+    positions and slots written, and sparse attention on rows of `layout` (None: none). portable: (layout, heads) where
+    the kernel for GPUs without a vendor's is taken.
     """
     shapes = tables.select_shapes(gpu, columns, k, PAGE_SIZE)
     forms: list[Form] = [select.form(shape, select.BOTH, PAGE_SIZE) for shape in shapes]
@@ -33,10 +36,22 @@ def server_forms(gpu: index_tables.Gpu, columns: int, k: int, layout: str | None
             for heads in (8, 16) if form.eight and cluster == 1 else (16,):
                 macros = form.defines(cluster, lengths=True, sink=False, wide_slots=False, heads=heads)
                 forms.append((form.source, form.name, macros, form.shared_bytes))
+    if portable is not None:
+        few_and_many = (
+            sparse_mla_portable.choose(gpu, portable[0], rows, portable[1], k) for rows in (SOME_ROWS, 1 << 20)
+        )
+        for plan in few_and_many:
+            if plan is not None:
+                macros = plan.defines(lengths=True, sink=False, wide_slots=False, pdl=bool(gpu.sm and gpu.sm >= 90))
+                form_of_plan = (sparse_mla_portable.SOURCE, sparse_mla_portable.NAME, macros, plan.shared_bytes)
+                if form_of_plan not in forms:
+                    forms.append(form_of_plan)
     return forms
 
 
-def prepare(device: torch.device, columns: int, k: int, layout: str | None) -> int:
+def prepare(
+    device: torch.device, columns: int, k: int, layout: str | None, portable: tuple[str, int] | None = None
+) -> int:
     """Load those forms on a CUDA device; returns how many, none where there is nothing to compile them with and the
     support table takes other kernels. Raises RuntimeError with the compiler's log.
     """
@@ -44,7 +59,7 @@ def prepare(device: torch.device, columns: int, k: int, layout: str | None) -> i
         return 0
     index = device.index if device.index is not None else torch.cuda.current_device()
     where = torch.device("cuda", index)
-    forms = server_forms(index_tables.gpu_of(where), columns, k, layout)
+    forms = server_forms(index_tables.gpu_of(where), columns, k, layout, portable)
 
     def load(form: Form) -> None:
         source, name, macros, shared = form

@@ -46,7 +46,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_rows(
         sh.count = 0;
         barrier_init(sh.counted[0]), barrier_init(sh.counted[1]), barrier_init(sh.listed), barrier_init(sh.ranged);
     }
-    __syncwarp();  // for compute-sanitizer, which does not see that the lane that copies is the one that did this
     cluster_arrive();
     wait_for_earlier();
 

@@ -1,5 +1,6 @@
 // Sparse MLA over packed fp8 rows (512 e4m3, 4 f32 scales, 64 bf16), 16 heads at a time, for Hopper (SM 9.0). The groups
-// of a block and their rhythm are those of sparse_mla.cu; a row comes as it is stored, and is decoded in registers.
+// of a block are those of sparse_mla.cu, but the weights of a tile are made while the products of the next one run; a row
+// comes as it is stored, and is decoded in registers.
 //
 // e4m3 is exact in f16, one instruction for two values, so the 512 columns go through the matrix unit as f16:
 //

@@ -12,8 +12,10 @@
 //
 // A weight rounded to bf16 is off by more than the bounds allow. Sums are therefore products of f16: weights times 2^9,
 // which keeps what lies down to 2^-23 of the largest whole, and values converted on their way from shared memory. bf16
-// has values that f16 has not: where sums are not finite, or so small that what f16 cuts off could be seen, the block
-// does its work again with weights as two bf16 numbers, the second what the first cut off (EXACT).
+// has values that f16 has not, and a weight in f16 is off by up to 2^-11 of itself: where sums are not finite, so small
+// that what f16 cuts off could be seen, or what is left of much larger terms (the largest value times the root of the sum
+// of squared weights tells), the block does its work again with weights as two bf16 numbers, the second what the first
+// cut off (EXACT).
 //
 // The 16-byte pieces of 128 bytes are swapped by the row number, so that eight rows' pieces lie in different banks.
 //
@@ -216,7 +218,7 @@ __device__ __forceinline__ void scores_of_tile(Shared& s, const u32 (&q)[STEPS][
 // What a lane keeps of its head between tiles: the maximum that weights are relative to, and the sum of weights, in both
 // of which 2^WEIGHT_BITS is a weight of 1.
 struct Softmax {
-    float m, total;
+    float m, total, squares;  // squares: sum of squared weights
 
     template <bool EXACT>
     __device__ __forceinline__ void tile(const Arguments& a, Shared& s, u32 stage) {
@@ -247,7 +249,7 @@ struct Softmax {
         if (best > m + SLACK) {
             factor = exp2_of(m - best);
             m = best;
-            total *= factor;
+            total *= factor, squares *= factor * factor;
         }
         if (own == 0) s.factor[head] = factor;
         float lift = m == minus_inf() ? 0.f : m - WEIGHT_BITS;
@@ -258,6 +260,7 @@ struct Softmax {
             for (int j = 0; j < 4; j++) {
                 p[i][j] = exp2_of(p[i][j] - lift);
                 total += p[i][j];
+                if constexpr (!EXACT) squares += p[i][j] * p[i][j];
             }
             if constexpr (EXACT) {
                 uint2 high = make_uint2(pair(p[i][0], p[i][1]), pair(p[i][2], p[i][3]));
@@ -278,7 +281,8 @@ typedef float Sums[HEAD_TILES][8][4];
 
 // between(step): what stands ahead of the products of each of the 8 steps.
 template <bool EXACT, class Between>
-__device__ __forceinline__ void sums_of_tile(const Shared& s, Sums& acc, u32 weights, u32 tile, Between between) {
+__device__ __forceinline__ void sums_of_tile(const Shared& s, Sums& acc, u32 weights, u32 tile, u32& value,
+                                             Between between) {
     u32 thread = this_thread(), lane = thread % 32, warp = thread / 32, g = lane / 4;
     // Lane l looks at heads l and l + 32.
     bool changed = s.factor[lane] != 1;
@@ -316,7 +320,10 @@ __device__ __forceinline__ void sums_of_tile(const Shared& s, Sums& acc, u32 wei
             between(4 * k + n);
             if constexpr (!EXACT) {
 #pragma unroll
-                for (int j = 0; j < 4; j++) x[j] = to_f16(x[j]);
+                for (int j = 0; j < 4; j++) {
+                    value = max(value, max(x[j] & 0x7fffu, x[j] >> 16 & 0x7fffu));
+                    x[j] = to_f16(x[j]);
+                }
             }
 #pragma unroll
             for (int j = 0; j < 2; j++)

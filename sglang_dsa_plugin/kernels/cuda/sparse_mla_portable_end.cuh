@@ -29,7 +29,12 @@ __device__ __forceinline__ bool finish_head(const Arguments& a, const Item& item
 #pragma unroll
     for (int i = 0; i < 8; i++) largest = max(largest, s.largest[i][local]);
     float most = __uint_as_float(largest) * factor;
-    bool told = !some || (largest < 0x7f800000u && most >= LEAST);
+    u32 value = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) value = max(value, (u32)s.last[i]);
+    // What a rounded weight may add to an output: 2^-11 of this, as rounding errors add up.
+    float spread = __uint_as_float(value << 16) * sqrtf(s.scores[0][local][0]) * factor;
+    bool told = !some || (largest < 0x7f800000u && most >= LEAST && spread <= fminf(2 * fmaxf(1, most), 16 * most));
     if (head < a.heads) {
 #if PARTIAL
         a.lse[(item.row * a.splits + item.split) * a.heads + head] = lse;
@@ -88,7 +93,7 @@ __device__ __forceinline__ void load_queries(u32 (&q)[STEPS][WARP_TILES][4], u32
 
 // One tile after the other, each step for itself: a block goes this way rarely.
 __device__ __forceinline__ void walk_exact(const Arguments& a, const Item& item, Shared& s, u32 memory, u32 weights,
-                                           Copier& copier, Softmax& softmax, Sums& acc) {
+                                           Copier& copier, Softmax& softmax, Sums& acc, u32& value) {
     copier.queries(a, item, memory);
     copies_wait<0>();
     __syncthreads();
@@ -108,14 +113,14 @@ __device__ __forceinline__ void walk_exact(const Arguments& a, const Item& item,
         __syncthreads();
         softmax.tile<true>(a, s, 0);
         __syncthreads();
-        sums_of_tile<true>(s, acc, weights, memory, [](int) {});
+        sums_of_tile<true>(s, acc, weights, memory, value, [](int) {});
     }
 }
 
 // Tiles on their way while others are worked on. item.end becomes the end of the picks. False where the block has to go
 // the exact way.
 __device__ __forceinline__ bool walk(const Arguments& a, Item& item, Shared& s, u32 memory, u32 weights, Copier& copier,
-                                     Softmax& softmax, Sums& acc) {
+                                     Softmax& softmax, Sums& acc, u32& value) {
     copier.queries(a, item, memory);
     // Stages that the queries leave take tiles at once. Tile t goes to stage (t + FIRST) % STAGES.
 #if FP8
@@ -162,7 +167,7 @@ __device__ __forceinline__ bool walk(const Arguments& a, Item& item, Shared& s, 
         if (s.odd) break;  // written ahead of that barrier only, so all threads see the same
         copier.begin(a, s, copier.ahead, stage);
         copier.ahead = copier.slot(item, at + TILE * (STAGES + 1));
-        sums_of_tile<false>(s, acc, weights, memory + tile * STAGE_BYTES, [&](int step) {
+        sums_of_tile<false>(s, acc, weights, memory + tile * STAGE_BYTES, value, [&](int step) {
             if (step < COPIES) copier.part(step);
         });
         copies_end();
@@ -192,7 +197,7 @@ __device__ __forceinline__ bool walk(const Arguments& a, Item& item, Shared& s, 
         // Here are the weights, and the next tile.
         if constexpr (STAGES > 2) copier.begin(a, s, copier.ahead, last);
         copier.ahead = copier.slot(item, at + TILE * STAGES);
-        sums_of_tile<false>(s, acc, weights, memory + stage * STAGE_BYTES, [&](int step) {
+        sums_of_tile<false>(s, acc, weights, memory + stage * STAGE_BYTES, value, [&](int step) {
             if constexpr (STAGES > 2) {
                 copier.part(step);
                 if (step == COPIES - 2) copier.part(step + 1);
@@ -227,16 +232,23 @@ __device__ __forceinline__ bool attend(const Arguments& a, Item& item, Shared& s
         for (int n = 0; n < 8; n++)
 #pragma unroll
             for (int j = 0; j < 4; j++) acc[m][n][j] = 0;
-    Softmax softmax = {minus_inf(), 0};
+    Softmax softmax = {minus_inf(), 0, 0};
+    u32 value = 0;
     bool told = true;
-    if constexpr (EXACT) walk_exact(a, item, s, memory, weights, copier, softmax, acc);
-    else told = walk(a, item, s, memory, weights, copier, softmax, acc);
+    if constexpr (EXACT) walk_exact(a, item, s, memory, weights, copier, softmax, acc, value);
+    else told = walk(a, item, s, memory, weights, copier, softmax, acc, value);
     {
         u32 head = warp * (HEADS / 8) + lane / LANES;
         float total = softmax.total;
 #pragma unroll
-        for (int bits = 1; bits < LANES; bits *= 2) total += __shfl_xor_sync(~0u, total, bits);
-        if (lane % LANES == 0) s.maximum[head] = softmax.m, s.total[head] = total;
+        for (int bits = 1; bits < LANES; bits *= 2) {
+            total += __shfl_xor_sync(~0u, total, bits);
+            softmax.squares += __shfl_xor_sync(~0u, softmax.squares, bits);
+        }
+        value = __reduce_max_sync(~0u, value);
+        // Nobody needs scores, or where picks ended, any longer.
+        if (lane % LANES == 0) s.maximum[head] = softmax.m, s.total[head] = total, s.scores[0][head][0] = softmax.squares;
+        if (lane == 0) s.last[warp] = (int)value;
     }
 #pragma unroll
     for (int m = 0; m < HEAD_TILES; m++)

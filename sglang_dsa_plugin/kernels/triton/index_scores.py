@@ -139,6 +139,7 @@ def score_paged(
         scores.stride(0),
         rows,
         k.shape[0],
+        *page_table.shape,
         scores.shape[1],
         skip,
         H=heads,

@@ -186,20 +186,33 @@ def fill_rows(out, out_stride, size, row, rows, width):
 
 @triton.jit
 def fetch_first_keys(
-    k, requests, lengths, table, page_stride, table_stride, pages, width, skip, BN: tl.constexpr, KIND: tl.constexpr
+    k,
+    requests,
+    lengths,
+    table,
+    page_stride,
+    table_stride,
+    pages,
+    tables,
+    columns,
+    width,
+    skip,
+    BN: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """Of a single row: the first keys that this program reads, to the L2 cache while the kernel ahead still runs.
 
-    That one may be writing what is read here, past the L1 cache: then keys come for nothing, but never from outside the
-    pages. Not all keys, since they keep the kernel ahead from its own input: H200, steps of 8K / 32K / 128K tokens
-    20.7 / 21.5 / 26.5 us without, 20.3 / 21.5 / 26.4 with two pages a program, 20.3 / 22.2 / 27.5 with four.
+    That one may be writing what is read here, past the L1 cache: then keys come for nothing, but nothing outside the
+    page table [tables, columns] and the pages is touched. Not all keys, since they keep the kernel ahead from its own
+    input: H200, steps of 8K / 32K / 128K tokens 20.7 / 21.5 / 26.5 us without, 20.3 / 21.5 / 26.4 with two pages a
+    program, 20.3 / 22.2 / 27.5 with four.
     """
-    size = tl.minimum(tl.load(lengths, cache_modifier=".cg"), width).to(tl.int32)
+    size = tl.maximum(tl.minimum(tl.load(lengths, cache_modifier=".cg"), width), 0).to(tl.int32)
     request = tl.load(requests, cache_modifier=".cg").to(tl.int64)
     full = tl.cdiv(tl.where(size > skip, size, 0), PAGE)
     each = tl.cdiv(tl.cdiv(full * PAGE, BN), tl.num_programs(0))
     page = tl.program_id(0) * each * BN // PAGE + tl.arange(0, 32)
-    inside = (tl.arange(0, 32) < FETCHED) & (page < full)
+    inside = (tl.arange(0, 32) < FETCHED) & (page < full) & (page < columns) & (request >= 0) & (request < tables)
     found = tl.load(table + request * table_stride + page, mask=inside, other=-1, cache_modifier=".cg").to(tl.int64)
     inside &= (found >= 0) & (found < pages)
     KEY_BYTES: tl.constexpr = DIM * k.dtype.element_ty.primitive_bitwidth // 8
@@ -207,7 +220,7 @@ def fetch_first_keys(
     prefetch_whole(tl.where(inside, (k + found * page_stride).to(tl.uint64), 0), PAGE * (KEY_BYTES + SCALE_BYTES))
 
 
-@triton.jit(do_not_specialize=["table_stride", "rows", "pages"])
+@triton.jit(do_not_specialize=["table_stride", "rows", "pages", "tables", "columns"])
 def keys_kernel(
     q,
     k,
@@ -223,6 +236,8 @@ def keys_kernel(
     out_stride,
     rows,
     pages,
+    tables,
+    columns,
     width,
     skip,
     H: tl.constexpr,
@@ -242,7 +257,9 @@ def keys_kernel(
     out likewise.
     """
     if PDL and ROWS == 1:
-        fetch_first_keys(k, requests, lengths, table, page_stride, table_stride, pages, width, skip, BN, KIND)
+        fetch_first_keys(
+            k, requests, lengths, table, page_stride, table_stride, pages, tables, columns, width, skip, BN, KIND
+        )
     wait_for_earlier(PDL)
     # Of few rows the blocks of a selection, waiting, take more from these than their start is worth.
     let_next_start(PDL and ROWS > FEW_ROWS)

@@ -77,8 +77,9 @@ def make(
 def say_too_small(least_mb: int) -> None:
     """Warn that no plan is made since the budget holds no row; once a size and process, as every step comes by."""
     logger.warning(
-        "sglang-dsa-plugin: the budget of score memory holds no row of DeepGEMM's scores, so decode has them by "
-        "Triton, in stretches; set SGLANG_DSA_PLUGIN_SCORES_MB to %d or more for DeepGEMM's",
+        "sglang-dsa-plugin: the budget of score memory holds no row of DeepGEMM's scores; unless DeepGEMM was asked "
+        "for by name, decode has them by Triton, in stretches; set SGLANG_DSA_PLUGIN_SCORES_MB to %d or more for "
+        "DeepGEMM's",
         least_mb,
     )
 

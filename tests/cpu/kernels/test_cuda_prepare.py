@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from sglang_dsa_plugin.kernels.cuda import prepare, program, select, sparse_mla, tables
+from sglang_dsa_plugin.kernels.cuda import prepare, program, select, sparse_mla, sparse_mla_portable, tables
 from sglang_dsa_plugin.kernels.triton import index_tables
 
 H200 = index_tables.Gpu("cuda", 90, 132, 227)
@@ -26,6 +26,22 @@ def test_nothing_is_loaded_where_nothing_is_taken():
     for gpu in (index_tables.Gpu("cuda", 80, 108, 163), index_tables.Gpu("cuda", 100, 148, 227)):
         assert prepare.server_forms(gpu, 131072, 2048, None) == []
     assert prepare.server_forms(H200, 0, 2048, "fp8_576") == []
+
+
+@pytest.mark.parametrize(("sm", "shared"), [(80, 163), (86, 99), (120, 99)])
+@pytest.mark.parametrize("layout", sparse_mla_portable.LAYOUTS)
+def test_both_forms_of_the_portable_kernel_are_loaded(sm, shared, layout):
+    """Few rows are shared out, and their parts joined; many are not. With 99 KiB fp8 rows are the Triton kernel's."""
+    gpu = index_tables.Gpu("cuda", sm, 108, shared)
+    forms = prepare.server_forms(gpu, 0, 2048, None, (layout, 128))
+    if (layout, shared) == ("fp8_656", 99):
+        assert forms == []
+        return
+    assert sorted(macros["PARTIAL"] for _, _, macros, _ in forms) == [0, 1]
+    for rows in (16, 64, 4096):
+        plan = sparse_mla_portable.choose(gpu, layout, rows, 128, 2048)
+        macros = plan.defines(lengths=True, sink=False, wide_slots=False, pdl=sm >= 90)
+        assert (sparse_mla_portable.SOURCE, sparse_mla_portable.NAME, macros, plan.shared_bytes) in forms
 
 
 @pytest.mark.parametrize("layout", sorted(sparse_mla.FORMS))

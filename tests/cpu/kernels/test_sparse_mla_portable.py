@@ -193,6 +193,25 @@ def test_few_picks_that_share_the_weight(form):
     held(form, q * 0.05, kv, slots)
 
 
+@pytest.mark.parametrize("size", [1.0, 16.0])
+def test_what_is_left_of_larger_terms(form, size):
+    """Two picks whose values nearly cancel: weights of 0.6 and 0.4, values v and -1.5 v. A weight that is rounded once
+    would be seen in what is left.
+    """
+    g = torch.Generator().manual_seed(3)
+    kv, v = torch.zeros(N, 576), torch.randn(512, generator=g)
+    kv[0, :512], kv[1, :512] = size * v, -1.5 * size * v
+    kv[0, 512] = 1
+    q = torch.zeros(1, form.heads, 576)
+    q[..., 512] = math.log(1.5) / SCALE * (1 + 0.03 * torch.randn(form.heads, generator=g))
+    slots = torch.full((1, form.picks), -1, dtype=torch.int32)
+    slots[0, 0], slots[0, form.picks // 2] = 0, 1
+    packed = (
+        quant.quantize_latent(kv[:, :512], kv[:, 512:], "fp8_656", impl="torch") if form.plan.fp8 else kv.bfloat16()
+    )
+    held(form, q.bfloat16(), packed, slots)
+
+
 @pytest.mark.parametrize("size", [3.0, 30.0])
 def test_maxima_that_go_up(form, size):
     q, kv, slots = inputs(form, 2, 3)
