@@ -105,7 +105,10 @@ def sparse_mla(
     q_rope: torch.Tensor | None = None,
     plan: Plan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.sparse_mla.sparse_mla` for bf16 q and LAYOUTS. plan: instead of `choose`, for measurements."""
+    """`ops.sparse_mla.sparse_mla` for bf16 q and LAYOUTS. plan: instead of `choose`, for measurements.
+
+    Raises ValueError where the GPU has not enough shared memory.
+    """
     row_stride = kv_rows.stride(0) * kv_rows.element_size()
     if kv_rows.data_ptr() % 16 or row_stride % 16:
         # Copies of 16 bytes need such bounds, which a server's cache has. The Triton kernel takes any rows.
@@ -122,8 +125,11 @@ def sparse_mla(
     gpu = index_tables.gpu_of(q.device)
     if plan is None:
         plan = choose(gpu, layout, rows, heads, picks)
-    if plan is None:
-        return triton_sparse_mla(q, kv_rows, slots, scale, layout, kv_scale, sink, lengths, out, q_rope=q_rope)
+    if plan is None:  # the support table does not send such a call here
+        raise ValueError(
+            f"sparse_mla: {layout} rows want more shared memory in this kernel than the {gpu.shared_kib} KiB that a "
+            "block has on this GPU; take impl='triton'"
+        )
     if plan.splits > 1:
         written = torch.empty(rows, plan.splits, heads, LATENT_DIM, dtype=torch.float32, device=q.device)
         written_lse = torch.empty(rows, plan.splits, heads, dtype=torch.float32, device=q.device)

@@ -1,8 +1,10 @@
 """How many blocks share a row in the CUDA C++ kernel of sparse MLA."""
 
 import pytest
+import torch
 
-from sglang_dsa_plugin.kernels.cuda import sparse_mla
+from sglang_dsa_plugin.kernels.cuda import program, sparse_mla
+from sglang_dsa_plugin.kernels.triton import index_tables
 
 # What an H200 (132 multiprocessors) says it holds of clusters of this kernel's blocks.
 H200 = {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
@@ -63,3 +65,42 @@ def test_all_rows_are_launched_once():
             assert sum(count for count, _ in parts) == rows and all(count > 0 for count, _ in parts)
             for count, cluster in parts:
                 assert cluster == 1 or (count * tiles <= H200[cluster] and count * tiles * cluster <= 132)
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(150, 16), (135, 5), (60, 40), (4100, 3), (16, 8)])
+def test_each_launch_is_handed_its_own_rows(monkeypatch, rows, heads):
+    """Tensors that are strided in every way, and rows that are launched in two parts."""
+    calls = []
+
+    class Kernel:
+        def __init__(self, macros):
+            self.macros = macros
+
+        def clusters_at_once(self, _threads, size):
+            return H200[size]
+
+        def launch(self, grid, _threads, arguments, *, cluster, pdl):
+            assert pdl
+            calls.append((self.macros, grid, [getattr(a, "value", a) for a in arguments], cluster))
+
+    monkeypatch.setattr(program, "kernel", lambda _source, _name, _device, macros, **_: Kernel(macros))
+    monkeypatch.setattr(index_tables, "gpu_of", lambda _: index_tables.Gpu("cuda", 90, 132, 227))
+    nope = torch.zeros(heads, rows, 512, dtype=torch.bfloat16).transpose(0, 1)
+    rope = torch.zeros(rows, heads, 192, dtype=torch.bfloat16)[..., 128:]
+    slots = torch.zeros(rows, 2100, dtype=torch.int64)[:, :2048]
+    lengths = torch.full((rows,), 5, dtype=torch.int32)
+    out = torch.zeros(rows, 2 * heads, 600, dtype=torch.bfloat16)[:, ::2, 4:516]
+    kv, sink = torch.zeros(50, 576, dtype=torch.bfloat16), torch.zeros(heads)
+    got, lse = sparse_mla.sparse_mla(nope, kv, slots, 1.0, "bf16_1152", 1.0, sink, lengths, out, rope)
+    assert got is out
+    first, tiles = 0, -(-heads // 16)
+    for macros, grid, given, cluster in calls:
+        own = (nope, rope, kv, slots, lengths, sink, out, lse)
+        assert given[:8] == [(t if t is kv or t is sink else t[first:]).data_ptr() for t in own]
+        assert given[8:16] == [*nope.stride()[:2], *rope.stride()[:2], 1152, 2100, *out.stride()[:2]]
+        items = given[19]
+        assert given[16:19] == [50, heads, 2048] and items % tiles == 0
+        assert macros["CLUSTER"] == cluster and grid == (min(items, 132) if cluster == 1 else items)
+        assert macros["HEADS"] == (8 if cluster == 1 and heads <= 8 else 16)
+        first += items // tiles
+    assert first == rows

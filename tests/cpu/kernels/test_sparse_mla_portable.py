@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglang_dsa_plugin.kernels.cuda import sparse_mla_portable
 from sglang_dsa_plugin.kernels.cuda.sparse_mla_portable import Plan
+from sglang_dsa_plugin.kernels.triton import index_tables
 from sglang_dsa_plugin.ops import quant
 from tests.cpu.kernels import cuda_emulation
 from tests.cpu.ops.bounds import assert_attention
@@ -191,6 +193,13 @@ def test_few_picks_that_share_the_weight(form):
     slots[:, ::7] = -1
     slots[1, 5:] = -1
     held(form, q * 0.05, kv, slots)
+
+
+def test_too_little_shared_memory_is_said(monkeypatch):
+    monkeypatch.setattr(sparse_mla_portable.index_tables, "gpu_of", lambda _: index_tables.Gpu("cuda", 86, 84, 99))
+    q, rows = torch.zeros(2, 64, 576, dtype=torch.bfloat16), torch.zeros(N, 656, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"fp8_656 rows want more shared memory .* 99 KiB .* impl='triton'"):
+        sparse_mla_portable.sparse_mla(q, rows, torch.zeros(2, 64, dtype=torch.int32), SCALE, "fp8_656")
 
 
 @pytest.mark.parametrize("size", [1.0, 16.0])
