@@ -37,15 +37,11 @@ def server_forms(
                 macros = form.defines(cluster, lengths=True, sink=False, wide_slots=False, heads=heads)
                 forms.append((form.source, form.name, macros, form.shared_bytes))
     if portable is not None:
-        few_and_many = (
-            sparse_mla_portable.choose(gpu, portable[0], rows, portable[1], k) for rows in (SOME_ROWS, 1 << 20)
-        )
-        for plan in few_and_many:
-            if plan is not None:
-                macros = plan.defines(lengths=True, sink=False, wide_slots=False, pdl=bool(gpu.sm and gpu.sm >= 90))
-                form_of_plan = (sparse_mla_portable.SOURCE, sparse_mla_portable.NAME, macros, plan.shared_bytes)
-                if form_of_plan not in forms:
-                    forms.append(form_of_plan)
+        rows_layout, heads = portable
+        few_and_many = [sparse_mla_portable.choose(gpu, rows_layout, rows, heads, k) for rows in (SOME_ROWS, 1 << 20)]
+        for plan in dict.fromkeys(filter(None, few_and_many)):
+            macros = plan.defines(lengths=True, sink=False, wide_slots=False, pdl=bool(gpu.sm and gpu.sm >= 90))
+            forms.append((sparse_mla_portable.SOURCE, sparse_mla_portable.NAME, macros, plan.shared_bytes))
     return forms
 
 

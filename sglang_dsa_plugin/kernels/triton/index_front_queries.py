@@ -18,7 +18,7 @@ def row_lengths(n, vectors, lengths, HEADS: tl.constexpr, SKIP: tl.constexpr):
 
 @triton.jit
 def needed(sizes, skip, SKIP: tl.constexpr):
-    """Whether a row of `_lengths` is longer than skip; without SKIP all are needed."""
+    """Whether a row of `row_lengths` is longer than skip; without SKIP all are needed."""
     return tl.max(sizes, 0) > skip if SKIP else True
 
 
@@ -41,7 +41,7 @@ def query_inputs(
     DIM: tl.constexpr,
     ROPE: tl.constexpr,
 ):
-    """What `_query_tile` reads for vectors n [TILE]: three parts of each, cos, sin, weights."""
+    """What `query_tile` reads for vectors n [TILE]: three parts of each, cos, sin, weights."""
     valid = n < vectors
     r, head = (n // HEADS).to(tl.int64), n % HEADS
     p = tl.load(positions + r, mask=valid, other=0).to(tl.int64)
