@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from sglang_dsa_plugin.cache.layouts import LATENT_DIM
 from sglang_dsa_plugin.kernels.cuda import program
+from sglang_dsa_plugin.kernels.cuda.sparse_mla_operands import Operands, rows_on_bounds
 from sglang_dsa_plugin.kernels.triton import index_tables
 from sglang_dsa_plugin.kernels.triton.sparse_mla import sparse_mla as triton_sparse_mla
 
@@ -113,27 +113,22 @@ def sparse_mla(
     for measurements.
     """
     form = FORMS[layout]
-    row_stride = kv_rows.stride(0) * kv_rows.element_size()
-    if kv_rows.data_ptr() % 16 or row_stride % 16:
-        # Copies of 16 bytes need such bounds, which a server's cache has. The Triton kernel takes any rows.
+    if not rows_on_bounds(kv_rows):
         return triton_sparse_mla(q, kv_rows, slots, scale, layout, kv_scale, sink, lengths, out, q_rope=q_rope)
-    rows, heads, _ = q.shape
-    nope = aligned(q[..., :LATENT_DIM])
-    rope = aligned(q[..., LATENT_DIM:] if q_rope is None else q_rope)
-    result = torch.empty(rows, heads, LATENT_DIM, dtype=q.dtype, device=q.device) if out is None else out
-    lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
-    picks = slots.shape[1]
+    given = Operands.of(q, slots, lengths, out, q_rope)
+    (rows, heads, _), picks = q.shape, slots.shape[1]
     if not (rows and heads and picks and kv_rows.shape[0]):
-        return result.zero_(), lse.fill_(-math.inf)
-    slots, lengths = plain_slots(slots), narrow_lengths(lengths, picks)
-    written = result if writable(result) else torch.empty_like(result, memory_format=torch.contiguous_format)
+        return given.without_picks()
+    nope, rope, slots, lengths = given.nope, given.rope, given.slots, given.lengths
+    result, lse, row_stride = given.result, given.lse, kv_rows.stride(0) * kv_rows.element_size()
+    written = given.written()
     tiles = -(-heads // _HEADS)
     processors = index_tables.gpu_of(q.device).processors
 
     def kernel(blocks: int) -> program.Kernel:
         wide = slots.dtype == torch.int64
-        given = {"lengths": lengths is not None, "sink": sink is not None, "wide_slots": wide, "heads": heads}
-        macros = form.defines(blocks, **given)
+        asked = {"lengths": lengths is not None, "sink": sink is not None, "wide_slots": wide, "heads": heads}
+        macros = form.defines(blocks, **asked)
         return program.kernel(form.source, form.name, q.device, macros, shared_bytes=form.shared_bytes)
 
     if cluster is None:
@@ -182,29 +177,3 @@ def sparse_mla(
     if written is not result:
         result.copy_(written)
     return result, lse
-
-
-def aligned(q: torch.Tensor) -> torch.Tensor:
-    """q, or a copy of it: every head on a 16-byte bound."""
-    whole = q.stride(2) == 1 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0 and q.data_ptr() % 16 == 0
-    return q if whole else q.contiguous().clone() if q.data_ptr() % 16 else q.contiguous()
-
-
-def writable(out: torch.Tensor) -> bool:
-    """Whether the kernel's stores of 8 bytes fit."""
-    return out.stride(2) == 1 and out.stride(0) % 4 == 0 and out.stride(1) % 4 == 0 and out.data_ptr() % 8 == 0
-
-
-def plain_slots(slots: torch.Tensor) -> torch.Tensor:
-    """slots [R, K], or a copy of them: int32 or int64, and contiguous in the last dimension."""
-    if slots.dtype not in (torch.int32, torch.int64):
-        slots = slots.to(torch.int32)
-    return slots if slots.stride(1) == 1 else slots.contiguous()
-
-
-def narrow_lengths(lengths: torch.Tensor | None, picks: int) -> torch.Tensor | None:
-    """lengths [R] in int32: cut before they are narrowed; the kernels themselves cut what is int32."""
-    if lengths is None:
-        return None
-    narrow = lengths if lengths.dtype == torch.int32 else lengths.clamp(0, picks).to(torch.int32)
-    return narrow.contiguous()

@@ -14,7 +14,7 @@ import torch
 
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM
 from sglang_dsa_plugin.kernels.cuda import program
-from sglang_dsa_plugin.kernels.cuda.sparse_mla import aligned, narrow_lengths, plain_slots, writable
+from sglang_dsa_plugin.kernels.cuda.sparse_mla_operands import Operands, rows_on_bounds
 from sglang_dsa_plugin.kernels.triton import index_tables
 from sglang_dsa_plugin.kernels.triton.sparse_mla import merge
 from sglang_dsa_plugin.kernels.triton.sparse_mla import sparse_mla as triton_sparse_mla
@@ -109,19 +109,14 @@ def sparse_mla(
 
     Raises ValueError where the GPU has not enough shared memory.
     """
-    row_stride = kv_rows.stride(0) * kv_rows.element_size()
-    if kv_rows.data_ptr() % 16 or row_stride % 16:
-        # Copies of 16 bytes need such bounds, which a server's cache has. The Triton kernel takes any rows.
+    if not rows_on_bounds(kv_rows):
         return triton_sparse_mla(q, kv_rows, slots, scale, layout, kv_scale, sink, lengths, out, q_rope=q_rope)
-    rows, heads, _ = q.shape
-    nope = aligned(q[..., :LATENT_DIM])
-    rope = aligned(q[..., LATENT_DIM:] if q_rope is None else q_rope)
-    result = torch.empty(rows, heads, LATENT_DIM, dtype=q.dtype, device=q.device) if out is None else out
-    lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
-    picks = slots.shape[1]
+    given = Operands.of(q, slots, lengths, out, q_rope)
+    (rows, heads, _), picks = q.shape, slots.shape[1]
     if not (rows and heads and picks and kv_rows.shape[0]):
-        return result.zero_(), lse.fill_(-math.inf)
-    slots, lengths = plain_slots(slots), narrow_lengths(lengths, picks)
+        return given.without_picks()
+    nope, rope, slots, lengths = given.nope, given.rope, given.slots, given.lengths
+    result, lse, row_stride = given.result, given.lse, kv_rows.stride(0) * kv_rows.element_size()
     gpu = index_tables.gpu_of(q.device)
     if plan is None:
         plan = choose(gpu, layout, rows, heads, picks)
@@ -135,7 +130,7 @@ def sparse_mla(
         written_lse = torch.empty(rows, plan.splits, heads, dtype=torch.float32, device=q.device)
         out_row = out_head = 0  # the kernel knows how parts lie
     else:
-        written = result if writable(result) else torch.empty_like(result, memory_format=torch.contiguous_format)
+        written = given.written()
         written_lse, out_row, out_head = lse, written.stride(0), written.stride(1)
     pdl = bool(gpu.sm and gpu.sm >= 90)
     macros = plan.defines(

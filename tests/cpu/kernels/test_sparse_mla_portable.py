@@ -195,6 +195,32 @@ def test_few_picks_that_share_the_weight(form):
     held(form, q * 0.05, kv, slots)
 
 
+def test_what_a_launch_is_handed(monkeypatch):
+    """Strided tensors; a result that cannot be written in place is copied to it."""
+    launched = []
+
+    class Kernel:
+        def launch(self, grid, threads, arguments, *, pdl):
+            assert threads == 256 and not pdl
+            launched.append((grid, [getattr(a, "value", a) for a in arguments]))
+
+    monkeypatch.setattr(sparse_mla_portable.program, "kernel", lambda *_, **__: Kernel())
+    monkeypatch.setattr(sparse_mla_portable.index_tables, "gpu_of", lambda _: index_tables.Gpu("cuda", 80, 108, 163))
+    nope = torch.zeros(70, 200, 512, dtype=torch.bfloat16).transpose(0, 1)
+    rope = torch.zeros(200, 70, 192, dtype=torch.bfloat16)[..., 128:]
+    slots, kv = torch.zeros(200, 300, dtype=torch.int64)[:, :256], torch.zeros(50, 576, dtype=torch.bfloat16)
+    lengths = torch.full((200,), 5, dtype=torch.int32)
+    wide, odd = (torch.ones(200, heads, n, dtype=torch.bfloat16) for heads, n in ((140, 600), (70, 513)))
+    for out, in_place in ((wide[:, ::2, 4:516], True), (odd[..., 1:], False)):
+        got, lse = sparse_mla_portable.sparse_mla(nope, kv, slots, 1.0, "bf16_1152", 1.0, None, lengths, out, rope)
+        grid, given = launched.pop()
+        assert got is out and grid == 200 * 2
+        assert given[:6] == [*(t.data_ptr() for t in (nope, rope, kv, slots, lengths)), 0]
+        assert (given[6] == out.data_ptr()) == in_place and given[7] == lse.data_ptr()
+        assert given[8:14] == [*nope.stride()[:2], *rope.stride()[:2], 1152, 300]
+        assert given[16:21] == [50, 70, 256, 256, 1]
+
+
 def test_too_little_shared_memory_is_said(monkeypatch):
     monkeypatch.setattr(sparse_mla_portable.index_tables, "gpu_of", lambda _: index_tables.Gpu("cuda", 86, 84, 99))
     q, rows = torch.zeros(2, 64, 576, dtype=torch.bfloat16), torch.zeros(N, 656, dtype=torch.uint8)
