@@ -1,9 +1,11 @@
-"""A block-fp8 model on a GPU answers as its dequantised twin.
+"""A block-fp8 model on a GPU answers as its dequantised twin, but for the rounding of activations.
 
 SGLang multiplies block-fp8 weights with activations that it rounds to e4m3 in groups of 128 (3 bits of fraction, an
-error of 2 to 4 % a value), so answers are near, not equal: the bound is on the root mean square of the difference of
-log-probabilities, as a share of how much the twin's vary over the vocabulary. A scale that is left out or taken from
-another block moves whole products. Past k the same noise also makes other picks.
+error of 2 to 4 % a value), so answers are near, not equal. How near is computed: the root mean square of the difference
+of log-probabilities, as a share of how much the twin's vary over the vocabulary, is no more than a quarter above that
+of Hugging Face's twin with and without that rounding (tests/oracle/block_fp8.py). Every expert takes part, since with a
+choice of two in eight a rounding flips one, which moves a position by more than all else. Past k the same rounding
+makes other picks, in both alike.
 """
 
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from sglang_dsa_plugin.tools import make_model
+from tests.oracle import block_fp8
 from tests.server.harness import ModelSpec, ServerSpec, random_prompt, running
 
 pytestmark = pytest.mark.gpu
@@ -19,6 +22,7 @@ K = 64
 # Kernels that DeepGEMM would compile for every shape of this small model take minutes.
 ENV = (("SGLANG_ENABLE_JIT_DEEPGEMM", "0"), ("SGLANG_DSA_PLUGIN_WARMUP", "off"))
 ARGS = ("--disable-cuda-graph", "--kv-cache-dtype", "bf16")
+PROMPTS = [random_prompt(n, seed=n) for n in (40, K, 300)]
 
 
 @dataclass(frozen=True)
@@ -39,16 +43,18 @@ def share(got, want):
 def test_answers_as_its_twin(tmp_path, record_testsuite_property):
     quantised, twin = tmp_path / "fp8", tmp_path / "twin"
     made = make_model.make_model(
-        quantised, heads=16, index_topk=K, layers=3, hidden=256, dtype="bfloat16", quant="fp8-block", twin=twin
-    )
+        quantised, heads=16, index_topk=K, layers=3, hidden=256, dtype="bfloat16", experts=8, experts_per_token=8,
+        quant="fp8-block", twin=twin,
+    )  # fmt: skip
     assert any("indexer" in name for name in made.quantized)
-    prompts = {"within k": [random_prompt(n, seed=n) for n in (9, 40, K)], "past k": [random_prompt(300, seed=1)]}
+    assert block_fp8.scale_every_block(quantised, twin) > len(made.quantized) // 2
     rows = {}
     for name, directory in (("fp8", quantised), ("twin", twin)):
         spec = ServerSpec(f"block-{name}", Made(directory=str(directory)), ARGS, ENV)
         with running(spec, tmp_path / f"{name}.log") as server:
-            rows[name] = {what: [server.generate([p])[0].rows for p in some] for what, some in prompts.items()}
-    for what, bound in (("within k", 0.2), ("past k", 0.5)):
-        worst = max(share(got, want) for got, want in zip(rows["fp8"][what], rows["twin"][what], strict=True))
-        record_testsuite_property(f"block fp8, {what}", worst)
-        assert worst <= bound, (what, worst)
+            rows[name] = [server.generate([prompt])[0].rows for prompt in PROMPTS]
+    for prompt, got, want in zip(PROMPTS, rows["fp8"], rows["twin"], strict=True):
+        seen = share(got, want)
+        allowed = 1.25 * share(*(block_fp8.logprobs(twin, prompt, rounded) for rounded in (True, False)))
+        record_testsuite_property(f"block fp8, {len(prompt)} tokens", f"{seen:.3f} of {allowed:.3f}")
+        assert seen <= allowed, len(prompt)
