@@ -85,7 +85,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
             yield prefill(sizes, layout, heads, quick=heads == sizes.heads[1])
     for tokens in sizes.lengths:
         for batch in sizes.batches:
-            yield index.paged_scores(sizes, tokens, batch, quick=batch == some)
+            yield index.paged_select(sizes, tokens, batch, quick=batch == some)
     yield index.ragged_scores(sizes, sizes.lengths[1], quick=True)
     for tokens in sizes.lengths[1:]:
         for batch in sizes.batches:
@@ -103,6 +103,9 @@ def cases(sizes: Sizes) -> Iterator[Case]:
     for heads in (sizes.heads[1], sizes.heads[-1]):
         yield dense(sizes, heads)
     # Forced off the kernels for Hopper, ours has to come near the vendor's, not to beat it.
+    for tokens in sizes.lengths:
+        for batch in sizes.batches:
+            yield index.paged_scores(sizes, tokens, batch)
     for layout in SHORT:
         for heads in (sizes.heads[1], sizes.heads[-1]):
             yield prefill(sizes, layout, heads, portable=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -41,21 +42,75 @@ def planned(inputs: Inputs, impl: str | None) -> index_select.Plan | None:
     return inputs.plan if impl is None else None
 
 
-def paged_scores(sizes: Sizes, tokens: int, batch: int, quick: bool = False) -> Case:
-    """Index scores of one row a request over its pages."""
+def paged_scores(sizes: Sizes, tokens: int, batch: int) -> Case:
+    """Index scores alone of one row a request over its pages, by the portable kernel. A step never asks for them alone,
+    and takes DeepGEMM's from a number of rows on (`paged_select`).
+    """
     work = floors.index_scores(batch, sizes.index_heads, batch * tokens, batch * tokens)
     return Case(
-        "index scores, decode",
+        "index scores, decode, portable",
         f"B={batch}",
         tokens,
         work,
         int(work.bytes),
         lambda maker: paged_inputs(maker, maker.full(batch, tokens), tokens, sizes, tokens),
-        lambda i, impl: index_scores.paged(i.q, i.pages, i.gate, i.lengths, i.table, i.owner, tokens, impl=impl),
+        lambda i, impl: index_scores.paged(
+            i.q, i.pages, i.gate, i.lengths, i.table, i.owner, tokens, impl=impl or "triton"
+        ),
         rivals.PAGED_SCORES,
         lambda i: index_scores.reference_paged(i.q, i.pages, i.gate, i.lengths, i.table, i.owner, tokens),
-        quick=quick,
+        1 / 0.8,
         kind="scores",
+    )
+
+
+def paged_select(sizes: Sizes, tokens: int, batch: int, quick: bool = False) -> Case:
+    """Scores, selection and slots of a decode step, in a table for the whole context."""
+    scores = floors.index_scores(batch, sizes.index_heads, batch * tokens, batch * tokens, written=False)
+    return _paged_select(
+        sizes,
+        "scores and selection, decode",
+        batch,
+        tokens,
+        scores + Work(4 * batch * sizes.k),
+        lambda maker: maker.full(batch, tokens),
+        quick,
+    )
+
+
+def short_rows(sizes: Sizes, batch: int, quick: bool = False) -> Case:
+    """Scores and selection in a decode step whose rows are all at most k long, in a table for the whole context."""
+
+    def lengths(maker: Maker) -> torch.Tensor:
+        return torch.randint(1, sizes.k + 1, (batch,), generator=maker.generator, device=maker.device).int()
+
+    work = Work(4 * batch * sizes.k)
+    return _paged_select(sizes, "scores and selection, every row <= k", batch, sizes.k, work, lengths, quick)
+
+
+def _paged_select(
+    sizes: Sizes,
+    panel: str,
+    batch: int,
+    tokens: int,
+    work: Work,
+    lengths: Callable[[Maker], torch.Tensor],
+    quick: bool,
+) -> Case:
+    return Case(
+        panel,
+        f"B={batch}",
+        tokens,
+        work,
+        batch * -(-tokens // PAGE_SIZE) * INDEX_PAGE_BYTES,
+        lambda maker: paged_inputs(maker, lengths(maker), tokens, sizes, sizes.context),
+        lambda i, impl: index_select.paged(
+            i.q, i.pages, i.gate, i.lengths, i.table, i.owner, sizes.k, slots=True, plan=planned(i, impl), impl=impl
+        ),
+        rivals.PAGED_SELECT,
+        lambda i: index_select.reference_paged(i.q, i.pages, i.gate, i.lengths, i.table, i.owner, sizes.k, slots=True),
+        quick=quick,
+        kind="picks",
     )
 
 
@@ -109,30 +164,6 @@ def ragged_select(sizes: Sizes, tokens: int, quick: bool = False) -> Case:
         lambda i, impl: index_select.ragged(i.q, i.k, i.k_scale, i.gate, None, i.end, sizes.k, impl=impl),
         rivals.RAGGED_SELECT,
         lambda i: index_select.reference_ragged(i.q, i.k, i.k_scale, i.gate, i.start, i.end, sizes.k),
-        quick=quick,
-        kind="picks",
-    )
-
-
-def short_rows(sizes: Sizes, batch: int, quick: bool = False) -> Case:
-    """Scores and selection in a decode step whose rows are all at most k long, in a table for the whole context."""
-
-    def make(maker: Maker) -> Inputs:
-        lengths = torch.randint(1, sizes.k + 1, (batch,), generator=maker.generator, device=maker.device).int()
-        return paged_inputs(maker, lengths, sizes.k, sizes, sizes.context)
-
-    return Case(
-        "scores and selection, every row <= k",
-        f"B={batch}",
-        sizes.k,
-        Work(4 * batch * sizes.k),
-        batch * sizes.k // PAGE_SIZE * INDEX_PAGE_BYTES,
-        make,
-        lambda i, impl: index_select.paged(
-            i.q, i.pages, i.gate, i.lengths, i.table, i.owner, sizes.k, slots=True, plan=planned(i, impl), impl=impl
-        ),
-        rivals.PAGED_SELECT,
-        lambda i: index_select.reference_paged(i.q, i.pages, i.gate, i.lengths, i.table, i.owner, sizes.k, slots=True),
         quick=quick,
         kind="picks",
     )
