@@ -58,10 +58,13 @@ def capturing(directory: Path) -> Iterator[None]:
 
 
 def drive(server: Server, k: int, longest: int, new: int = 3) -> None:
-    """Prompts around k and one of `longest` tokens at once, then one that continues the longest from the cache."""
+    """Prompts around k and one of `longest` tokens at once, then one that continues the longest from the cache, then
+    one alone, past k where k is small, that a prefill graph holds if there are graphs.
+    """
     prompts = [random_prompt(length, seed=60) for length in (k // 2, k, k + 1, longest)]
     _ask(server, prompts, new)
     _ask(server, [prompts[-1] + random_prompt(10, seed=61)], new)
+    _ask(server, [random_prompt(min(2000, 3 * k), seed=62)], new)
 
 
 def _ask(server: Server, prompts: Sequence[Sequence[int]], new: int) -> None:
