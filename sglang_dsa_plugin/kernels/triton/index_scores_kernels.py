@@ -3,8 +3,8 @@
 `rows_kernel` holds a tile of keys and walks many rows over it: prefill, where rows of a request share their keys.
 `keys_kernel` holds the queries of one or a few rows and streams their keys: decode and verify, where keys are the
 traffic. Both multiply [keys, 128] by [128, heads], keys outermost, so a thread holds many heads of a score and the sum
-over them costs it no exchange until the last steps. `head_sum` says itself which head is added to which and where is
-rounded, so a score does not depend on which kernel, tile or neighbour it was computed with: left to the compiler, both
+over them costs it no exchange until the last steps. `head_sum` says itself which head is added to which and where it is
+rounded, so a score does not depend on which kernel, tile or neighbour it was computed with. Left to the compiler, both
 follow from where the tile's products lie, and of two products that are added either may be the one that is rounded.
 
 PERIOD says where they lie: heads h and h + PERIOD of a score are of the same thread (index_tables.head_period).
