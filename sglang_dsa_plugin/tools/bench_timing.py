@@ -10,14 +10,16 @@ The clock is an argument, so that all but the GPU itself is tested without one.
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 Call = Callable[[], Any]
+Result = TypeVar("Result")
 
 LEAST_SETS = 20
 # Sets so small that more were needed would cost more to make than they bring.
@@ -73,12 +75,29 @@ class GraphClock:
 
     def peak_bytes(self, call: Call) -> int:
         call()  # what is set up once is not counted
+        return peak_of(call)[1]
+
+
+def peak_of(call: Callable[[], Result]) -> tuple[Result, int]:
+    """Of one call: its result, and the most bytes allocated at a time beyond what was before it, on the current device.
+
+    What others have left is given back before and not meanwhile, where it would count as memory that the call needs
+    less: Python collects its garbage whenever a call makes objects.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        gc.collect()
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # looks, too, for blocks that another stream has done with
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        call()
+        result = call()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return result, torch.cuda.max_memory_allocated() - before
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def sets_for(set_bytes: int, l2_bytes: int) -> int:

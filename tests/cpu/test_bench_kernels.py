@@ -1,5 +1,6 @@
 """`sglang-dsa bench kernels` without a GPU: statistics, floors, table, record, and every case's own call in torch."""
 
+import gc
 import json
 import signal
 
@@ -160,6 +161,53 @@ def test_contestants_take_turns_in_alternating_order():
     samples = bench_timing.interleave(clock, recorded, 4, 3, times=2)
     assert clock.timed == [0, 1, 1, 0, 0, 1]
     assert samples == {"a": pytest.approx([1.0] * 3), "b": pytest.approx([2.0] * 3)}
+
+
+class FakeAllocator:
+    """What torch.cuda counts of memory. `Block`s give theirs back when Python lets them go."""
+
+    def __init__(self, monkeypatch):
+        self.now = self.most = 0
+        fakes = {"memory_allocated": lambda: self.now, "max_memory_allocated": lambda: self.most}
+        fakes |= dict.fromkeys(("synchronize", "empty_cache"), lambda: None)
+        for name, fake in (fakes | {"reset_peak_memory_stats": self.reset}).items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def reset(self):
+        self.most = self.now
+
+    def change(self, size):
+        self.now += size
+        self.most = max(self.most, self.now)
+
+
+class Block:
+    def __init__(self, allocator, size):
+        self.allocator, self.size = allocator, size
+        allocator.change(size)
+
+    def __del__(self):
+        self.allocator.change(-self.size)
+
+
+def test_what_others_left_is_no_memory_that_a_call_needs_less(monkeypatch):
+    allocator = FakeAllocator(monkeypatch)
+    left = Block(allocator, 7 << 20)
+    left.itself = left  # garbage, which stays until Python looks for it
+    del left
+    seen = []
+
+    def call():
+        seen.append(gc.isenabled())
+        gc.collect()
+        return Block(allocator, 4 << 20)
+
+    block, most = bench_timing.peak_of(call)
+    assert (block.size, most, seen) == (4 << 20, 4 << 20, [False])
+    assert bench_timing.GraphClock().peak_bytes(call) == 4 << 20 and gc.isenabled()
+    with pytest.raises(ZeroDivisionError):
+        bench_timing.peak_of(lambda: 1 // 0)
+    assert gc.isenabled()
 
 
 def test_a_ratio_is_taken_within_its_round():

@@ -207,10 +207,12 @@ def test_scores(dtype, heads):
         assert_scores(got, want, part, order[requests])
 
 
-@pytest.mark.parametrize("heads", [16, 32, 64])
-def test_a_score_does_not_depend_on_its_neighbours(heads):
+@pytest.mark.parametrize(
+    ("heads", "dtype"), [(16, FP8), (32, FP8), (64, FP8), (16, torch.bfloat16), (64, torch.bfloat16)]
+)
+def test_a_score_does_not_depend_on_its_neighbours(heads, dtype):
     # U11, U56, U73: one call, other batch, other tile, other kernel: the same bits.
-    inputs = indexer_inputs.normal(300, heads, 4096, FP8)
+    inputs = indexer_inputs.normal(300, heads, 4096, dtype)
     q, k, scale, gate = on_gpu(inputs)
     pages, table = inputs.pages.cuda(), torch.arange(64, dtype=torch.int32, device="cuda").unsqueeze(0)
     requests, lengths = torch.zeros(300, dtype=torch.int32, device="cuda"), torch.full((300,), 4096, device="cuda")
@@ -221,6 +223,13 @@ def test_a_score_does_not_depend_on_its_neighbours(heads):
         assert torch.equal(
             index_scores.paged(q[rows], pages, gate[rows], lengths[rows], table, requests[rows], **IMPL), many[rows]
         )
+    # Requests with the same keys: rows of one each, bundles of two and four, and, last, a tile in which requests meet.
+    few = slice(0, 16)
+    for each in (1, 2, 4):
+        owner, tables = torch.arange(16, device="cuda") // each, table.repeat(16 // each, 1)
+        assert torch.equal(index_scores.paged(q[few], pages, gate[few], lengths[few], tables, owner, **IMPL), many[few])
+    turns = torch.arange(300, device="cuda") % 2
+    assert torch.equal(index_scores.paged(q, pages, gate, lengths, table.repeat(2, 1), turns, **IMPL), many)
     for _ in range(20):
         assert torch.equal(index_scores.paged(q, pages, gate, lengths, table, requests, **IMPL), many)
 

@@ -12,6 +12,7 @@ import torch
 
 from sglang_dsa_plugin.cache.layouts import INDEX_PAGE_BYTES, PAGE_SIZE
 from sglang_dsa_plugin.ops import index_select
+from sglang_dsa_plugin.tools.bench_timing import peak_of
 
 REQUESTS, CACHED, NEW, HEADS, K = 8, 50_000, 500, 64, 2048
 MB = 1 << 20
@@ -39,17 +40,6 @@ def batch(requests, cached, new, device, heads=HEADS):
     return q, store, normal(rows, heads), lengths.repeat(requests), table, owner.repeat_interleave(new)
 
 
-def peak(call):
-    """(result, most bytes allocated on top of what was before)."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = call()
-    torch.cuda.synchronize()
-    return result, torch.cuda.max_memory_allocated() - before
-
-
 def picks_of(*arguments, **options):
     return index_select.paged(*arguments, **options, impl="triton")
 
@@ -62,7 +52,7 @@ def inputs():
 @pytest.fixture(scope="module")
 def unsplit(inputs):
     """All scores at once: the picks, and that it would really take more than the largest budget tried."""
-    picks, most = peak(lambda: picks_of(*inputs, K, budget_bytes=4 << 30))
+    picks, most = peak_of(lambda: picks_of(*inputs, K, budget_bytes=4 << 30))
     assert most > 768 * MB
     return picks
 
@@ -71,7 +61,7 @@ def unsplit(inputs):
 @pytest.mark.parametrize("budget", [8, 32, 128, 512])
 def test_peak_stays_under_the_budget_and_picks_are_those_of_the_unsplit_call(inputs, unsplit, budget, monkeypatch):
     monkeypatch.setenv(BUDGET, str(budget))
-    picks, most = peak(lambda: picks_of(*inputs, K))
+    picks, most = peak_of(lambda: picks_of(*inputs, K))
     assert torch.equal(picks, unsplit)
     assert most <= budget * MB + picks.nbytes + SMALL, f"{most / MB:.1f} MiB extra"
 
@@ -79,7 +69,7 @@ def test_peak_stays_under_the_budget_and_picks_are_those_of_the_unsplit_call(inp
 @pytest.mark.gpu
 def test_the_default_budget_is_512_mb(inputs, unsplit, monkeypatch):
     monkeypatch.delenv(BUDGET, raising=False)
-    picks, most = peak(lambda: picks_of(*inputs, K))
+    picks, most = peak_of(lambda: picks_of(*inputs, K))
     assert torch.equal(picks, unsplit)
     assert 256 * MB < most <= 512 * MB + picks.nbytes + SMALL, f"{most / MB:.1f} MiB extra"
 
@@ -88,9 +78,9 @@ def test_the_default_budget_is_512_mb(inputs, unsplit, monkeypatch):
 def test_a_row_longer_than_the_budget(monkeypatch):
     """One row of a million keys takes 4 MB of scores: with 1 MB it is scored in stretches."""
     given = batch(1, 1_000_000, 4, "cuda")
-    whole, _ = peak(lambda: picks_of(*given, K, budget_bytes=4 << 30))
+    whole, _ = peak_of(lambda: picks_of(*given, K, budget_bytes=4 << 30))
     monkeypatch.setenv(BUDGET, "1")
-    picks, most = peak(lambda: picks_of(*given, K))
+    picks, most = peak_of(lambda: picks_of(*given, K))
     assert torch.equal(picks, whole)
     # Positions and the selection's own lists come on top of a budget that small.
     assert most <= 16 * MB, f"{most / MB:.1f} MiB extra"
@@ -100,7 +90,7 @@ def test_a_row_longer_than_the_budget(monkeypatch):
 def test_peak_does_not_depend_on_the_number_of_requests(monkeypatch):
     monkeypatch.setenv(BUDGET, "64")
     one, many = (batch(requests, CACHED, 1000 // requests, "cuda") for requests in (1, 10))
-    (_, of_one), (_, of_many) = (peak(lambda given=given: picks_of(*given, K)) for given in (one, many))
+    (_, of_one), (_, of_many) = (peak_of(lambda given=given: picks_of(*given, K)) for given in (one, many))
     assert abs(of_one - of_many) <= SMALL, (of_one / MB, of_many / MB)
 
 

@@ -12,6 +12,7 @@ import torch
 from sglang_dsa_plugin.cache.layouts import FP8
 from sglang_dsa_plugin.kernels.vendor import deep_gemm, deep_gemm_plan
 from sglang_dsa_plugin.ops import index_scores, index_select, select
+from sglang_dsa_plugin.tools.bench_timing import peak_of
 from tests.cpu.ops import indexer_inputs
 from tests.gpu import selection_checks
 from tests.gpu.selection_checks import paged_problem, scores_of, skip_unless_here
@@ -141,13 +142,8 @@ def test_long_prefill_as_ours_within_the_budget(rows, keys, requests):
     _, _, gpu = prefill_problem(rows, 64, keys, requests)
     want = index_select.paged(*gpu, 2048, impl="triton")
     index_select.paged(*gpu, 2048, impl="deep_gemm")
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before, budget = torch.cuda.memory_allocated(), 256 << 20
-    got = index_select.paged(*gpu, 2048, budget_bytes=budget, impl="deep_gemm")
-    torch.cuda.synchronize()
-    more = torch.cuda.max_memory_allocated() - before
+    budget = 256 << 20
+    got, more = peak_of(lambda: index_select.paged(*gpu, 2048, budget_bytes=budget, impl="deep_gemm"))
     assert torch.equal(got, want)
     assert more <= budget + got.nbytes + (4 << 20), f"{more >> 20} MiB"
 

@@ -149,6 +149,7 @@ def score_paged(
         ROWS=index_tables.power_of_two(rows),
         KIND=kind,
         STAGES=tiles.stages,
+        PERIOD=index_tables.head_period(gpu),
         FILL=fill,
         num_warps=tiles.warps,
         **pdl.arguments(gpu),
@@ -173,7 +174,8 @@ def _walk_rows(
 ) -> None:
     rows, heads, _ = q.shape
     width = scores.shape[1]
-    tiles = index_tables.walk_tiles(index_tables.gpu_of(q.device), kind, heads, rows, requests, width)
+    gpu = index_tables.gpu_of(q.device)
+    tiles = index_tables.walk_tiles(gpu, kind, heads, rows, requests, width)
     key_tiles = -(-width // tiles.keys)
     rows_kernel[(key_tiles * -(-rows // tiles.rows),)](
         q,
@@ -200,6 +202,7 @@ def _walk_rows(
         KIND=kind,
         PAGED=paged,
         STAGES=tiles.stages,
+        PERIOD=index_tables.head_period(gpu),
         num_warps=tiles.warps,
     )
 

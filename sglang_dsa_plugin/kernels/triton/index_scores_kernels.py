@@ -2,9 +2,12 @@
 
 `rows_kernel` holds a tile of keys and walks many rows over it: prefill, where rows of a request share their keys.
 `keys_kernel` holds the queries of one or a few rows and streams their keys: decode and verify, where keys are the
-traffic. Both multiply [keys, 128] by [128, heads], keys outermost, so a thread owns whole stretches of heads and the
-sum over heads costs it no exchange until the last step; the product of one row has the same shape in both, so a score
-does not depend on which kernel, tile or neighbour it was computed with.
+traffic. Both multiply [keys, 128] by [128, heads], keys outermost, so a thread holds many heads of a score and the sum
+over them costs it no exchange until the last steps. `head_sum` says itself which head is added to which and where it is
+rounded, so a score does not depend on which kernel, tile or neighbour it was computed with. Left to the compiler, both
+follow from where the tile's products lie, and of two products that are added either may be the one that is rounded.
+
+PERIOD says where they lie: heads h and h + PERIOD of a score are of the same thread (index_tables.head_period).
 
 KIND says what the matrix unit is fed: "fp8" e4m3 as stored; "bytes" e4m3 keys decoded to f16 here (GPUs whose compiler
 takes no e4m3), the query widened to f16 before; "plain" 16-bit values; "f32" f32 values without rounding to TF32.
@@ -83,11 +86,46 @@ def load_queries(q, gate, row, rows, H: tl.constexpr, HP: tl.constexpr, G: tl.co
 
 
 @triton.jit
-def head_sum(keys, scale, queries, weight, BN: tl.constexpr, HP: tl.constexpr, G: tl.constexpr):
+def heads_of_threads(x, BN: tl.constexpr, G: tl.constexpr, HP: tl.constexpr, PERIOD: tl.constexpr):
+    """[BN, G * HP] -> [BN, G, PERIOD // 2, 2 * HP // PERIOD], last the heads of one thread: h, h + 1, h + PERIOD, .."""
+    x = tl.permute(tl.reshape(x, [BN, G, HP // PERIOD, PERIOD // 2, 2]), [0, 1, 3, 2, 4])
+    return tl.reshape(x, [BN, G, PERIOD // 2, 2 * HP // PERIOD])
+
+
+@triton.jit
+def add_products(total, dots, weight, BN: tl.constexpr, G: tl.constexpr, T: tl.constexpr, N: tl.constexpr):
+    """total [BN, G, T] plus dots times weight, both [BN, G, T, N], one after the other, each by one fused operation."""
+    if N == 1:
+        total = tl.fma(tl.reshape(dots, [BN, G, T]), tl.reshape(weight, [BN, G, T]), total)
+    else:
+        dots = tl.permute(tl.reshape(dots, [BN, G, T, 2, N // 2]), [0, 1, 2, 4, 3])
+        weight = tl.permute(tl.reshape(weight, [BN, G, T, 2, N // 2]), [0, 1, 2, 4, 3])
+        early, late = tl.split(dots)
+        early_weight, late_weight = tl.split(weight)
+        total = add_products(total, early, early_weight, BN, G, T, N // 2)
+        total = add_products(total, late, late_weight, BN, G, T, N // 2)
+    return total
+
+
+@triton.jit
+def sum_of_threads(x, BN: tl.constexpr, G: tl.constexpr, T: tl.constexpr):
+    """[BN, G, T] -> [BN, G], neighbours first. Two numbers have one sum, wherever they lie; more than two do not."""
+    if T == 1:
+        x = tl.reshape(x, [BN, G])
+    else:
+        x = sum_of_threads(tl.sum(tl.reshape(x, [BN, G, T // 2, 2]), 3), BN, G, T // 2)
+    return x
+
+
+@triton.jit
+def head_sum(keys, scale, queries, weight, BN: tl.constexpr, HP: tl.constexpr, G: tl.constexpr, PERIOD: tl.constexpr):
     """keys [BN, 128], queries [G * HP, 128] -> scores [BN, G]."""
     dots = tl.dot(keys, tl.trans(queries), input_precision="ieee")  # says something of f32 only: no TF32
-    part = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
-    return tl.sum(tl.reshape(part, [BN, G, HP]), 2) * scale[:, None]
+    dots = heads_of_threads(tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL), BN, G, HP, PERIOD)
+    weight = heads_of_threads(tl.broadcast_to(weight[None, :], [BN, G * HP]), BN, G, HP, PERIOD)
+    total = tl.zeros([BN, G, PERIOD // 2], tl.float32)
+    total = add_products(total, dots, weight, BN, G, PERIOD // 2, 2 * HP // PERIOD)
+    return sum_of_threads(total, BN, G, PERIOD // 2) * scale[:, None]
 
 
 @triton.jit
@@ -130,6 +168,7 @@ def rows_kernel(
     KIND: tl.constexpr,
     PAGED: tl.constexpr,
     STAGES: tl.constexpr,
+    PERIOD: tl.constexpr,
 ):
     """ROWS rows against BN keys. paged: first is row_to_request, last the lengths; ragged: the windows' ends."""
     tile = tl.program_id(0) % key_tiles
@@ -149,7 +188,7 @@ def rows_kernel(
             queries, weight = load_queries(q, gate, top + i, rows, H, HP, G)
             row = top + i + lane
             _, size = window_of(row, rows, first, last, skip, PAGED)
-            part = head_sum(x, scale, queries, weight, BN, HP, G)
+            part = head_sum(x, scale, queries, weight, BN, HP, G, PERIOD)
             where = out + row.to(tl.int64)[None, :] * out_stride + n[:, None]
             tl.store(where, part, mask=n[:, None] < tl.minimum(size, width)[None, :])
     else:
@@ -162,7 +201,7 @@ def rows_kernel(
                 table_row = table + start.to(tl.int64) * table_stride
                 x, scale = load_keys(k, scales, page_stride, keys, table_row, start, n, size, BN, KIND, PAGED)
                 queries, weight = load_queries(q, gate, top + i, rows, H, HP, G)
-                part = head_sum(x, scale, queries, weight, BN, HP, G)
+                part = head_sum(x, scale, queries, weight, BN, HP, G, PERIOD)
                 where = out + row.to(tl.int64)[None, :] * out_stride + n[:, None]
                 tl.store(where, part, mask=(n[:, None] < size) & (lane == 0)[None, :])
 
@@ -247,6 +286,7 @@ def keys_kernel(
     ROWS: tl.constexpr,
     KIND: tl.constexpr,
     STAGES: tl.constexpr,
+    PERIOD: tl.constexpr,
     FILL: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -304,7 +344,7 @@ def keys_kernel(
             if item < end:
                 n = item * BN + tl.arange(0, BN)
                 x, scale = load_keys(k, scales, page_stride, 0, table_row, 0, n, count, BN, KIND, True)
-                part = head_sum(x, scale, queries, weight, BN, HP, G)
+                part = head_sum(x, scale, queries, weight, BN, HP, G, PERIOD)
                 tl.store(out + n[:, None], part, mask=n[:, None] < count)
             return
     while item < end:
@@ -324,7 +364,7 @@ def keys_kernel(
         for t in tl.range(tile, tile + steps, num_stages=STAGES):
             n = t * BN + tl.arange(0, BN)
             x, scale = load_keys(k, scales, page_stride, 0, table_row, 0, n, count, BN, KIND, True)
-            part = head_sum(x, scale, queries, weight, BN, HP, G)
+            part = head_sum(x, scale, queries, weight, BN, HP, G, PERIOD)
             tl.store(lines + n[:, None], part, mask=n[:, None] < sizes[None, :])
         item += steps
     let_next_start(PDL and ROWS <= SELECTED_BY_FEW_BLOCKS)

@@ -200,6 +200,15 @@ def fill_programs(gpu: Gpu, rows: int, width: int) -> int:
     return max(1, min(-(-width // _FILLED), _FILL_PER_PROCESSOR * gpu.processors // max(1, rows)))
 
 
+def head_period(gpu: Gpu) -> int:
+    """The PERIOD of index_scores_kernels.py: one for all tiles of a GPU, since the order of a sum follows from it.
+
+    Of eight columns in a line of a product, four threads hold two neighbours each; where mma.sync makes it, a second
+    warp may hold every other eight. Where they lie otherwise the sum is the same, and its parts are moved.
+    """
+    return 8 if gpu.kind == "cuda" and 90 <= gpu.sm < 120 else 16
+
+
 def padded_heads(heads: int) -> int:
     """Heads rounded up to what the matrix unit takes: a power of two, at least 16."""
     return max(16, power_of_two(heads))

@@ -56,6 +56,8 @@ def gpu_of(name):
 
 def compiled(kernel, name, constants, warps, **types):
     signature, aligned, options = {}, {}, {"num_warps": warps}
+    if "PERIOD" in kernel.arg_names:
+        constants = constants | {"PERIOD": index_tables.head_period(gpu_of(name))}
     if "PDL" in kernel.arg_names:
         given = pdl.arguments(gpu_of(name))
         constants = constants | {"PDL": given.pop("PDL")}
