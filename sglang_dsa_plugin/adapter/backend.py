@@ -291,16 +291,5 @@ class DsaBackend(AttentionBackend):
         return False
 
 
-class DsaMultiStepBackend:
-    """Stands in for SGLang's multi-step draft backend; speculative decoding is refused by the argument check before
-    this.
-    """
-
-    def __init__(self, model_runner: ModelRunner, *_args: Any, **_kwargs: Any) -> None:
-        raise NotImplementedError(
-            "speculative decoding is not served yet for DSA models; remove the --speculative-* flags"
-        )
-
-
 def _plain_prefill(mode: ForwardMode) -> bool:
     return mode.is_extend_without_speculative() and not (mode.is_dllm_extend() or mode.is_prebuilt())
