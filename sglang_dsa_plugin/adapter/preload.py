@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_dsa_plugin import plan
+from sglang_dsa_plugin import plan, settings
 from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
 from sglang_dsa_plugin.kernels.cuda import prepare
 
@@ -46,7 +46,8 @@ def load_kernels(
     """
     layout = pool.layout.name
     attention = choices["sparse_mla"].names | choices["sparse_mla_prefill"].names
-    selects = choices["index_select_paged"].name in _SELECTS_BY_OURS
+    # Asked for by name, Triton selects as well, and NVRTC need not work.
+    selects = choices["index_select_paged"].name in _SELECTS_BY_OURS and settings.forced_impl() != "triton"
     begun = time.monotonic()
     columns = context + PAGE_SIZE if selects else 0
     portable = (layout, heads) if any(name.startswith("cuda_portable") for name in attention) else None

@@ -272,3 +272,18 @@ def test_a_start_goes_on_where_they_do_not_compile(monkeypatch, caplog):
     pool = types.SimpleNamespace(index_pages=types.SimpleNamespace(buffer=[pages]))
     preload.load_scores(choices, types.SimpleNamespace(index_n_heads=64, index_topk=2048), pool, 256)
     assert "no compiler" in caplog.text
+
+
+@pytest.mark.parametrize(("impl", "columns"), [("", 7024 + 64), ("triton", 0)])
+def test_by_the_name_triton_nothing_is_compiled_by_nvrtc(monkeypatch, impl, columns):
+    """What the README says of an NVRTC that does not work."""
+    monkeypatch.setenv("SGLANG_DSA_PLUGIN_IMPL", impl)
+    asked = []
+    monkeypatch.setattr(prepare, "prepare", lambda *given: asked.append(given) or 0)
+    monkeypatch.setattr(preload, "load_scores", lambda *_: None)
+    choices = plan.operator_choices("cuda", "bf16_1152", 90, torch.bfloat16, 16, "all", index_heads=64, topk=2048)
+    pool = types.SimpleNamespace(layout=LATENT_LAYOUTS["bf16_1152"])
+    config = types.SimpleNamespace(index_n_heads=64, index_topk=2048)
+    preload.load_kernels(choices, config, pool, torch.device("cuda", 0), 7024, 16, 256)
+    ((_, wide, k, layout, portable),) = asked
+    assert (wide, k, layout is None, portable) == (columns, 2048, impl == "triton", None)
