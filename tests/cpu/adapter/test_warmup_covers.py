@@ -287,3 +287,10 @@ def test_by_the_name_triton_nothing_is_compiled_by_nvrtc(monkeypatch, impl, colu
     preload.load_kernels(choices, config, pool, torch.device("cuda", 0), 7024, 16, 256)
     ((_, wide, k, layout, portable),) = asked
     assert (wide, k, layout is None, portable) == (columns, 2048, impl == "triton", None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scores_of_keys_in_the_models_dtype_are_loaded_as_well(seen, dtype):
+    index_select.load(torch.empty(9, 64, 128, dtype=dtype, device="meta"), 64, 2048, 64, 2)
+    ((_, *launch),) = [one for one in seen if one[0] == "keys_kernel"]
+    assert dict(launch)["q"] == dict(launch)["k"] == str(dtype) and dict(launch)["ROWS"] == "64"
