@@ -2,7 +2,7 @@
 
 Everything SGLang already has a flag for stays SGLang's flag; only what it cannot say is here. Values are read from the
 environment at every call, never at import, so a launcher may set them late and child processes inherit them. An unset
-or empty variable means the default. A value outside the table raises ValueError: a mistyped switch must not quietly
+or empty variable means the default. A value outside the table raises BadSetting: a mistyped switch must not quietly
 measure or serve something else. Standard library only, because the plugin's entry module imports this file in every
 process.
 """
@@ -11,6 +11,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+
+
+class BadSetting(ValueError):
+    """A value that a switch does not take. The message names the variable, the value and what is allowed."""
 
 
 @dataclass(frozen=True)
@@ -33,18 +37,18 @@ class Setting:
     doc: str
 
     def text(self) -> str:
-        """The value in force, checked. Raises ValueError naming the variable, the value and what is allowed."""
+        """The value in force, checked. Raises BadSetting."""
         value = os.environ.get(self.env, "").strip() or self.default
         if self.kind == "choice" and value not in self.allowed:
-            raise ValueError(f"{self.env}={value!r} is not allowed; use one of {', '.join(self.allowed)}")
+            raise BadSetting(f"{self.env}={value!r} is not allowed; use one of {', '.join(self.allowed)}")
         if (
             self.kind == "positive int"
             and value != self.default
             and not (value.isascii() and value.isdigit() and int(value) > 0)
         ):
-            raise ValueError(f"{self.env}={value!r} is not allowed; use {self.allowed[0]}")
+            raise BadSetting(f"{self.env}={value!r} is not allowed; use {self.allowed[0]}")
         if self.kind == "name" and value and not value.replace("_", "a").isalnum():
-            raise ValueError(f"{self.env}={value!r} is not allowed; use {self.allowed[0]}")
+            raise BadSetting(f"{self.env}={value!r} is not allowed; use {self.allowed[0]}")
         return value
 
 
@@ -166,7 +170,7 @@ def prefill_warmup() -> str:
 def table() -> list[dict[str, str]]:
     """Every setting as a row for docs and the doctor: name, env, type, default, allowed, value, set, doc.
 
-    `value` is the value in force and `set` says whether the environment gives it. Raises ValueError on a bad value.
+    `value` is the value in force and `set` says whether the environment gives it. Raises BadSetting on a bad value.
     """
     return [
         {

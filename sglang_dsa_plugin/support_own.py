@@ -17,6 +17,7 @@ from sglang_dsa_plugin.support_row import (
     TRITON_SMS,
     Implementation,
     Where,
+    sm_name,
 )
 
 _TORCH = "sglang_dsa_plugin.kernels.torch_impl"
@@ -153,7 +154,8 @@ _CUDA_ROWS = [
             "sparse_mla_portable",
             "sparse_mla",
             can,
-            f"mma.sync, 32 or 64 heads a block, {room}; run on SM 9.0 only, compiled for 8.0, 8.6, 8.9, 10.0 and 12.0",
+            f"mma.sync, 32 or 64 heads a block, {room}; run on SM 9.0 only, compiled for "
+            + ", ".join(sm_name(sm).removeprefix("SM ") for sm in (80, 86, 89, 100, 120) if sm in can),
             name=name,
             layouts=frozenset({layout}),
             heads=HEADS,

@@ -102,8 +102,10 @@ class DsaBackend(AttentionBackend):
             report.prefill_metrics(counting_rank=first_rank and get_parallel().pp_rank == 0),
         )
         if torch.device(self.device).type == "cuda":
-            context = self.max_context_len
-            preload.load_kernels(self.choices, self.config, pool, torch.device(self.device), context, self.heads)
+            context, requests = self.max_context_len, model_runner.req_to_token_pool.size
+            preload.load_kernels(
+                self.choices, self.config, pool, torch.device(self.device), context, self.heads, requests
+            )
         if first_rank and not model_runner.is_draft_worker:
             logger.info(report.serving_line(self, pool))
 
@@ -185,6 +187,7 @@ class DsaBackend(AttentionBackend):
             forward_batch.seq_lens,
             min(self.max_context_len, self.req_to_token.shape[1]),
             dense_fallback.SPARSE_DECODE,
+            captured=True,
         )
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -286,17 +289,6 @@ class DsaBackend(AttentionBackend):
     def q8kv8_born_fp8_q_eligible(self, *_args: Any) -> bool:
         """Queries are never produced in fp8 ahead of the backend."""
         return False
-
-
-class DsaMultiStepBackend:
-    """Stands in for SGLang's multi-step draft backend; speculative decoding is refused by the argument check before
-    this.
-    """
-
-    def __init__(self, model_runner: ModelRunner, *_args: Any, **_kwargs: Any) -> None:
-        raise NotImplementedError(
-            "speculative decoding is not served yet for DSA models; remove the --speculative-* flags"
-        )
 
 
 def _plain_prefill(mode: ForwardMode) -> bool:

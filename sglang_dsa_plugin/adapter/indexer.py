@@ -296,14 +296,3 @@ class DsaIndexer(torch.nn.Module):
 def _picks_of_rank_0() -> bool:
     """Whether all attention-TP ranks take the picks of one of them."""
     return envs.SGLANG_DSA_TOPK_BROADCAST.get() and get_parallel().attn_tp_group.world_size > 1
-
-
-class PooledIndexerRefusal(torch.nn.Module):
-    """Stands in for `IndexerKPool`: pooled keys are not served, and the config reader has refused them before this is
-    built.
-    """
-
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        raise UnsupportedModel(
-            "index_kpool > 1: picking pooled keys is not served yet; set SGLANG_DSA_PLUGIN=off on a GPU"
-        )

@@ -50,9 +50,19 @@ def register() -> None:
         logger.info("sglang-dsa-plugin is active in process %d", os.getpid())
     except BaseException as error:
         STATUS.state = "failed"
-        STATUS.error = f"{type(error).__name__}: {error}"
-        STATUS.details = traceback.format_exc()
+        says_all = _is_own(error)
+        STATUS.error = str(error) if says_all else f"{type(error).__name__}: {error}"
+        STATUS.details = "" if says_all else traceback.format_exc()
         _refuse_to_serve_dsa()
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether it is one of this package's exceptions, whose text says what is wrong and where."""
+    return type(error).__module__.startswith("sglang_dsa_plugin.")
+
+
+def _stop() -> None:
+    sys.exit("\n".join(filter(None, (failure_message(), STATUS.details))))
 
 
 def _refuse_to_serve_dsa() -> None:
@@ -62,21 +72,21 @@ def _refuse_to_serve_dsa() -> None:
     try:
         from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     except Exception:
-        sys.exit(failure_message() + "\n" + STATUS.details)
+        _stop()
 
     # The first step that can be hooked: no model, device or file has been touched yet.
     @register_resolution_hook("handle_deprecated_dp_attention")
     def stop_if_asked_for(server_args: object, previous: object) -> None:
         names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
         if any(getattr(server_args, name, None) in ("dsa", "nsa") for name in names):
-            sys.exit(failure_message() + "\n" + STATUS.details)
+            _stop()
         previous(server_args)
 
     # Without the flag SGLang picks its own DSA for these models by itself; that would be a silent fallback.
     @register_resolution_hook("handle_cuda_graph_config")
     def stop_if_model_needs_it(server_args: object, previous: object) -> None:
         if _model_has_index_topk(server_args):
-            sys.exit(failure_message() + "\n" + STATUS.details)
+            _stop()
         previous(server_args)
 
 
@@ -90,8 +100,6 @@ def failure_message() -> str:
     """One sentence on what failed and the two ways out."""
     return (
         f"sglang-dsa-plugin could not start: {STATUS.error}. The server does not start, because it would silently run "
-        "another "
-        "attention backend. Remedy: run `sglang-dsa doctor` and install the versions it names, or set "
-        "SGLANG_DSA_PLUGIN=off to "
-        "use SGLang without this plugin."
+        "another attention backend. Remedy: run `sglang-dsa doctor` and install the versions it names, or set "
+        "SGLANG_DSA_PLUGIN=off to use SGLang without this plugin."
     )

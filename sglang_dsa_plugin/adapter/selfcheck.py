@@ -14,8 +14,9 @@ _ATTENTION = "sglang.srt.layers.attention"
 
 def replacements() -> dict[str, type]:
     """SGLang class (module.Class below layers.attention) -> the class of ours that takes its place."""
-    from sglang_dsa_plugin.adapter.backend import DsaBackend, DsaMultiStepBackend
-    from sglang_dsa_plugin.adapter.indexer import DsaIndexer, PooledIndexerRefusal
+    from sglang_dsa_plugin.adapter.backend import DsaBackend
+    from sglang_dsa_plugin.adapter.indexer import DsaIndexer
+    from sglang_dsa_plugin.adapter.not_served import DsaMultiStepBackend, PooledIndexerRefusal
 
     return {
         "dsa_backend.DeepseekSparseAttnBackend": DsaBackend,

@@ -20,7 +20,7 @@ from sglang_dsa_plugin.ops import index_select, select
 class StepMetadata:
     """Rows of one step (module docstring). `decision` is the one that planner and executor read; max_length is a bound
     of `lengths` that the host knows. picks: on the masked path what the last indexer picked, [R,k] positions; layers
-    that reuse picks find them here.
+    that reuse picks find them here. captured: it is made in a CUDA graph.
     """
 
     lengths: torch.Tensor
@@ -32,6 +32,7 @@ class StepMetadata:
     cu_keys: torch.Tensor | None = None
     prefix_slots: torch.Tensor | None = None
     picks: torch.Tensor | None = None
+    captured: bool = False
     _all: torch.Tensor | None = field(default=None, repr=False)
     _picks: torch.Tensor | None = field(default=None, repr=False)
     _slots: torch.Tensor | None = field(default=None, repr=False)
@@ -66,7 +67,7 @@ class StepMetadata:
         """
         if self._planned is None:
             rows = self.lengths, self.page_table, self.row_to_request
-            self._planned = (index_select.plan(pages, *rows, topk, heads, impl=impl),)
+            self._planned = (index_select.plan(pages, *rows, topk, heads, eager=not self.captured, impl=impl),)
         return self._planned[0]
 
     def slots_of(self, picks: torch.Tensor, impl: str | None = None) -> torch.Tensor:
@@ -116,7 +117,12 @@ def page_table(req_to_token: torch.Tensor, requests: torch.Tensor, max_length: i
 
 
 def decode_step(
-    req_to_token: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor, max_length: int, decision: Decision
+    req_to_token: torch.Tensor,
+    requests: torch.Tensor,
+    lengths: torch.Tensor,
+    max_length: int,
+    decision: Decision,
+    captured: bool = False,
 ) -> StepMetadata:
     """One row per request: the token just appended sees all `lengths[b]` tokens of its request."""
     return StepMetadata(
@@ -125,6 +131,7 @@ def decode_step(
         page_table=page_table(req_to_token, requests, max_length),
         decision=decision,
         max_length=max_length,
+        captured=captured,
     )
 
 

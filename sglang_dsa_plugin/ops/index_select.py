@@ -133,11 +133,13 @@ def plan(
     heads: int,
     budget_bytes: int | None = None,
     *,
+    eager: bool = False,
     impl: str | None = None,
 ) -> Plan | None:
     """What `paged` may be handed, for every layer of a step with these rows; None where nothing is to be made once.
 
-    pages: of any layer. heads: of the indexer. Nothing is read on the host, so a CUDA graph may hold it.
+    pages: of any layer. heads: of the indexer. Nothing is read on the host, so a CUDA graph may hold it. eager: none
+    will, so it takes forms only that can be compiled before (`paged` with it gives the same picks).
     Raises ValueError for a topk or budget that `paged` does not take; its tensors are looked at there.
     """
     op = "index_select.plan"
@@ -146,7 +148,7 @@ def plan(
     features = {"device": pages.device, "impl": impl, "heads": heads, "k": topk, "dtype": dtype}
     choice = support.choose("index_select_paged", **features, rows=lengths.shape[0], planned=True)
     make = choice.implementation.load_plan()
-    made = None if make is None else make(lengths, pages, page_table, row_to_request, topk, budget)
+    made = None if make is None else make(lengths, pages, page_table, row_to_request, topk, budget, eager=eager)
     return None if made is None else Plan(choice.name, made, lengths.shape[0], topk)
 
 

@@ -87,9 +87,9 @@ def _last_line(log: Path) -> str:
 
 
 _LOGGED = re.compile(r"\[\d{4}-\d\d-\d\d [^]]*\] (.*)")
-# What ends a traceback, and the two ways a launcher speaks without one.
+# What ends a traceback, and the ways a launcher speaks without one.
 _RAISED = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*: \S.*")
-_SAID = re.compile(r"sglang-dsa-plugin could not start: .*|(?:sglang serve|\S+\.py): error: .*")
+_SAID = re.compile(r"sglang-dsa-plugin could not start: .*|(?:sglang-dsa-plugin|sglang serve|\S+\.py): error: .*")
 
 
 def died(status: int, log: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -10,18 +11,39 @@ from sglang_dsa_plugin import kernel_flags, plan, served_flags, support, tuned
 from sglang_dsa_plugin.support_row import ROW_STEPS
 from sglang_dsa_plugin.support_vendor import NOT_MEASURED
 
-GPUS = (80, 86, 89, 90, 100, 103, 120, 121)
+# Compute capability (SM) -> GPUs that have it, for example.
+GPUS = {
+    80: "A100",
+    86: "A10, RTX 3090",
+    89: "L4, L40S, RTX 4090",
+    90: "H100, H200",
+    100: "B200",
+    103: "B300",
+    120: "RTX 5090, RTX PRO 6000",
+    121: "GB10",
+}
 HEADS = (8, 16, 32, 64, 128)
 INDEX_HEADS = (16, 32, 64)
-# (model dtype, --kv-cache-dtype)
-POOLS = ((torch.bfloat16, "auto"), (torch.bfloat16, "bf16"), (torch.bfloat16, "fp8_e4m3"), (torch.float32, "auto"))
+# (model dtype, values of --kv-cache-dtype that mean the same)
+POOLS = (
+    (torch.bfloat16, ("auto", "bf16")),
+    (torch.bfloat16, ("fp8_e4m3",)),
+    (torch.float32, ("auto",)),
+)
 
 _HEAD = """# What runs where
 
-Written from the support table (`sglang_dsa_plugin/support.py`); a test compares the two. A cell names the
-implementation that is chosen: `cuda`, `triton` and `torch` are this package's, `flash_mla`, `fa3` and `deep_gemm` are
-kernels of packages that SGLang brings, called through checked adapters. `a / b` means a with the package installed, b
-without it. Head counts are those of one rank, for picks (scores and selection) those of the indexer. Rows are the
+Which kernel does what on which device. Written from the support table (`sglang_dsa_plugin/support.py`); a test compares
+the two.
+
+A cell names the implementation that is chosen. `triton`, `cuda`, `cuda_portable`, `cuda_portable_fp8` (three in CUDA
+C++), `numba` and `torch` are this package's; `flash_mla`, `flash_mla_kv`, `fa3` and `deep_gemm` are kernels of packages
+that SGLang brings, called through checked adapters. `a / b` means a with the package installed, b without it; `a, b
+from 16 rows on` means that the number of rows decides. `latent row` is the size of a token's row in a layer's KV cache;
+its layout is named by type and size, as `bf16_1152` ([operators.md](operators.md)). `decode graph` says whether decode
+runs in CUDA graphs.
+
+Head counts are those of one rank, for picks (scores and selection) those of the indexer. Rows are the
 requests of a decode step. Prefill means 256 rows or more; a prefill of fewer takes the column of decode. For picks it
 means 256 rows a request on average or more; with fewer they are `triton`. Under `triton` and `deep_gemm`, picks on SM
 9.0 are selected in CUDA C++, where cuda.core is installed and NVRTC serves the GPU, unless
@@ -45,11 +67,15 @@ def page() -> str:
 
 
 def _gpus() -> Iterator[str]:
+    same: dict[str, list[int]] = {}
     for sm in GPUS:
         run = "**not run**: compiled for, chosen by a mocked capability"
         if sm == 90:
             run = "run on such a GPU (H200)"
-        yield f"## SM {sm // 10}.{sm % 10}\n\n{run}\n\n" + _table("cuda", sm) + _measured(sm)
+        same.setdefault(f"{run}\n\n{_table('cuda', sm)}{_measured(sm)}", []).append(sm)
+    for text, sms in same.items():
+        names = ", ".join(f"SM {sm // 10}.{sm % 10} ({GPUS[sm]})" for sm in sms)
+        yield f"## {names}\n\n{text}"
 
 
 def _measured(sm: int) -> str:
@@ -81,14 +107,18 @@ def _table(device: str, sm: int | None) -> str:
     picks = ("picks, decode", "picks, prefill")
     columns = ("latent row", "decode", "prefill", "dense prefill", *picks, "decode graph")
     lines = [f"| model, `--kv-cache-dtype` | {' | '.join(columns)} |", "| --- " * (len(columns) + 1) + "|"]
-    for dtype, kv in POOLS:
-        found = plan.plan_serving(model_dtype=dtype, kv_cache_dtype=kv, device=device, sm=sm)
+    for dtype, values in POOLS:
+        found, *others = (
+            plan.plan_serving(model_dtype=dtype, kv_cache_dtype=kv, device=device, sm=sm) for kv in values
+        )
+        if any(replace(other, reasons=found.reasons) != found for other in others):
+            raise ValueError(f"{' and '.join(values)} do not mean the same on {device} {sm}")
         cells = [
             _over_heads(device, sm, dtype, found.latent.name, operator)
             for operator in ("sparse_mla", "sparse_mla_prefill", "dense_mha", "index_select_paged", plan.INDEX_PREFILL)
         ]
         graph = "yes" if found.capturable else "no"
-        name = f"{str(dtype).removeprefix('torch.')}, {kv}"
+        name = f"{str(dtype).removeprefix('torch.')}, {' or '.join(values)}"
         lines.append(f"| {name} | {found.latent.row_bytes} B | {' | '.join(cells)} | {graph} |")
     return "\n".join(lines) + "\n"
 

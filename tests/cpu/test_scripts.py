@@ -264,6 +264,7 @@ def test_cause_of_death_is_the_exception_and_not_the_noise(tmp_path):
     "line",
     [
         "sglang-dsa-plugin could not start: ContractError: sglang 0.4 is outside the supported range.",
+        "sglang-dsa-plugin: error: --page-size 32 cannot be served for a DSA model",
         "launch_server.py: error: unrecognized arguments: --nonsense",
         "sglang serve: error: unrecognized arguments: --nonsense",
     ],

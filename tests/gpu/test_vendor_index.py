@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang_dsa_plugin.cache.layouts import FP8
-from sglang_dsa_plugin.kernels.vendor import deep_gemm, deep_gemm_plan
+from sglang_dsa_plugin.kernels.vendor import deep_gemm, deep_gemm_load, deep_gemm_plan
 from sglang_dsa_plugin.ops import index_scores, index_select, select
 from sglang_dsa_plugin.tools.bench_timing import peak_of
 from tests.cpu.ops import indexer_inputs
@@ -255,3 +255,24 @@ def test_slots_and_offsets(impl):
 @pytest.mark.parametrize("impl", COMPOSED)
 def test_picks_in_a_cuda_graph_as_eagerly(impl, rows):
     selection_checks.in_a_graph(impl, rows)
+
+
+@pytest.mark.parametrize("rows", [20, 300, 513])
+def test_an_eager_step_takes_loaded_schedules_only(monkeypatch, rows):
+    """And picks what Triton picks, in calls of up to 256 rows."""
+    skip_unless_here("index_select_paged", "deep_gemm", heads=64, k=256, dtype=FP8)
+    import deep_gemm as package
+
+    _, _, (q, pages, gate, lengths, table, owner) = paged_problem(rows, 64, 4096, indexer_inputs.exact)
+    sizes, made = [], package.get_paged_mqa_logits_metadata
+    monkeypatch.setattr(
+        package, "get_paged_mqa_logits_metadata", lambda n, *rest: sizes.append(len(n)) or made(n, *rest)
+    )
+    by = {"scores": "deep_gemm", "selection": "triton"}
+    deep_gemm_load.load(pages, 64, 256, rows, **by)
+    loaded = {-(-size // 32) for size in sizes}
+    sizes.clear()
+    plan = index_select.plan(pages, lengths, table, owner, 256, 64, eager=True, impl="deep_gemm")
+    found = index_select.paged(q, pages, gate, lengths, table, owner, 256, plan=plan, impl="deep_gemm")
+    assert torch.equal(found, index_select.paged(q, pages, gate, lengths, table, owner, 256, impl="triton"))
+    assert {-(-size // 32) for size in sizes} <= loaded and max(sizes) <= 256 and sum(sizes) == rows

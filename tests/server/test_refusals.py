@@ -54,6 +54,24 @@ CASES = {
     ),
     "decode kernel": (V32, (*DSA, "--dsa-decode-backend", "fa3"), "--dsa-decode-backend fa3 names a GPU kernel"),
     "hierarchical cache": (V32, (*DSA, "--enable-hierarchical-cache"), "--enable-hierarchical-cache is not served yet"),
+    "a Triton kernel on a CPU": (
+        V32,
+        (*DSA,),
+        "leave SGLANG_DSA_PLUGIN_IMPL=triton out",
+        {"SGLANG_DSA_PLUGIN_IMPL": "triton"},
+    ),
+    "no such implementation": (
+        V32,
+        (*DSA,),
+        "no operator has an implementation of that name",
+        {"SGLANG_DSA_PLUGIN_IMPL": "fast"},
+    ),
+    "bad switch": (
+        V32,
+        DSA,
+        "SGLANG_DSA_PLUGIN_WARMUP='yes' is not allowed; use one of auto, on, off",
+        {"SGLANG_DSA_PLUGIN_WARMUP": "yes"},
+    ),
     "half-split rope in GLM": (
         ModelSpec.of("glm_moe_dsa", dtype="bfloat16"),
         (*DSA, "--json-model-override-args", '{"indexer_rope_interleave": null}'),
@@ -82,17 +100,19 @@ def launch(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_refused_by_name(launch, name):
-    model, args, message = CASES[name]
-    code, output = launch(model, args)
-    assert code not in ("0", "alive"), output[-2000:]
-    assert message in output
-    assert "fired up" not in output
+    model, args, message, *env = CASES[name]
+    code, output = launch(model, args, *env)
+    assert code == "1", output[-2000:]
+    told = [line for line in output.splitlines() if message in line]
+    assert len(told) == 1 and told[0].startswith("sglang-dsa-plugin: error: "), output[-2000:]
+    assert "Traceback" not in output and "fired up" not in output
 
 
 def test_bad_switch(launch):
     code, output = launch(V32, DSA, {"SGLANG_DSA_PLUGIN": "yes"})
     assert code not in ("0", "alive"), output[-2000:]
-    assert "SGLANG_DSA_PLUGIN='yes' is not allowed; use one of on, off" in output
+    assert "sglang-dsa-plugin could not start: SGLANG_DSA_PLUGIN='yes' is not allowed; use one of on, off" in output
+    assert "Traceback" not in output
 
 
 OTHER_VERSION = """

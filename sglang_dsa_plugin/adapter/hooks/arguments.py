@@ -21,6 +21,7 @@ from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
 from sglang_dsa_plugin import plan, settings
+from sglang_dsa_plugin.adapter import refusals
 from sglang_dsa_plugin.backend import dense_fallback
 from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
 from sglang_dsa_plugin.config import DsaConfig, UnsupportedModel, is_dsa_config
@@ -35,7 +36,8 @@ FUSED_OPS = "SGLANG_FORCE_FUSED_OP_BACKEND"
 
 
 def register() -> str:
-    """Queue the step hook."""
+    """Queue the step hook, and have what it refuses told in one line."""
+    refusals.print_in_one_line()
     register_resolution_hook("handle_model_specific_adjustments")(adjust)
     return "applied"
 
@@ -49,8 +51,8 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
             architecture = (getattr(config, "architectures", None) or ["this model"])[0]
             raise UnsupportedModel(
                 f"--{asked[0].replace('_', '-')} {getattr(server_args, asked[0])}: {architecture} has no index_topk "
-                "in its "
-                "config.json, so it has no sparse attention; choose another attention backend or a DSA checkpoint"
+                "in its config.json, so it has no sparse attention; choose another attention backend or a DSA "
+                "checkpoint"
             )
         previous(server_args)
         return
@@ -64,16 +66,7 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
         user.get("dsa_topk_backend"),
         user.get("dsa_paged_mqa_logits_backend"),
     )
-    serving = plan.plan_serving(
-        model_dtype=model_config_of(server_args).dtype,
-        kv_cache_dtype=user.get("kv_cache_dtype") or "auto",
-        page_size=user.get("page_size"),
-        flags=flags,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        heads=max(1, dsa.num_heads // resolving_view(server_args).tp_size),
-        index_heads=dsa.index_n_heads,
-        topk=dsa.index_topk,
-    )
+    serving = _plan(server_args, user, flags, dsa)
     declare_resolution(
         server_args,
         SOURCE,
@@ -90,6 +83,31 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
     if user.get("chunked_prefill_size") is None and not torch.cuda.is_available():
         declare_resolution(server_args, SOURCE, **_first_chunk_dense(server_args, dsa.index_topk))
     logger.info("sglang-dsa-plugin plan: %s", serving.describe())
+
+
+def _plan(server_args: Any, user: dict[str, Any], flags: KernelFlags, dsa: DsaConfig) -> plan.ServingPlan:
+    """What this server will use; raises plan.Refusal also for an operator that nothing here computes."""
+    try:
+        return plan.plan_serving(
+            model_dtype=model_config_of(server_args).dtype,
+            kv_cache_dtype=user.get("kv_cache_dtype") or "auto",
+            page_size=user.get("page_size"),
+            flags=flags,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            heads=max(1, dsa.num_heads // resolving_view(server_args).tp_size),
+            index_heads=dsa.index_n_heads,
+            topk=dsa.index_topk,
+        )
+    except ValueError as error:
+        if refusals.is_refusal(error):
+            raise
+        forced = settings.forced_impl()
+        remedy = (
+            f"leave SGLANG_DSA_PLUGIN_IMPL={forced} out"
+            if forced
+            else "`sglang-dsa doctor` says what runs on this machine"
+        )
+        raise plan.Refusal(f"{dsa.architecture} cannot be served here: {error}; {remedy}") from None
 
 
 def refuse_flags(user: dict[str, Any], config: DsaConfig) -> None:

@@ -32,7 +32,7 @@ NAME = "sglang_dsa_plugin"
 # Kernels choose their tiles by the rows of a step and by the longest context in it. New tokens after a cached prefix,
 # multiples of 16 and not, since SGLang's own kernels may be compiled for each; and the parts of the long prompt that
 # are cached, with which of the new tokens.
-NEW_TOKENS = (1, 2, 4, 5, 9, 16, 33, 64, 100, 150, 256, 500, 1024)
+NEW_TOKENS = (1, 2, 4, 5, 9, 16, 33, 50, 64, 100, 150, 256, 500, 1024)
 # Requests at once with two new tokens each; one more than a power of two holds, since the first may run alone.
 TOGETHER = (4, 7, 13)
 # Requests at once and new tokens of each: many rows in all, but too few a request for DeepGEMM, and enough for it.

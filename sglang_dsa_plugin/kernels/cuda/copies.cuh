@@ -12,6 +12,14 @@ __device__ __forceinline__ void barrier_init(Barrier& b) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+// A barrier of one warp, by all its lanes: the first initialises it, and may begin copies that tell it; others may wait
+// after a __syncwarp(). All have its address in a register, needed or not: compute-sanitizer takes what any lane has
+// there for written (docs/architecture.md).
+__device__ __forceinline__ void warp_barrier_init(Barrier& b, int lane) {
+    asm volatile("" ::"r"(shared_address(&b)));
+    if (lane == 0) barrier_init(b);
+}
+
 // bytes: a multiple of 16, as are both addresses. once: what the L2 cache holds of it may go first.
 __device__ __forceinline__ void copy(void* to, const void* from, u32 bytes, bool once, Barrier& b) {
     const u32 at = shared_address(&b), there = shared_address(to);

@@ -39,13 +39,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_rows(
     const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
     const int rank = cluster_rank();
     const long long row = cluster_id();
-    for (int i = thread; i < BINS; i += THREADS) sh.fine[i] = 0;
-    if (thread < GROUPS) sh.groups[thread] = 0;
-    if (lane == 0) barrier_init(sh.arrived[warp]);
+    warp_barrier_init(sh.arrived[warp], lane);
     if (thread == 0) {
         sh.count = 0;
         barrier_init(sh.counted[0]), barrier_init(sh.counted[1]), barrier_init(sh.listed), barrier_init(sh.ranged);
     }
+    for (int i = thread; i < BINS; i += THREADS) sh.fine[i] = 0;
+    if (thread < GROUPS) sh.groups[thread] = 0;
     cluster_arrive();
     wait_for_earlier();
 

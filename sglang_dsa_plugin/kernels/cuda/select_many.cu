@@ -73,8 +73,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_many_rows(
     const long long row = cluster_id();
     for (int i = thread; i < BINS / 4; i += THREADS) ((int4*)sh.bins)[i] = make_int4(0, 0, 0, 0);
     if (thread == 0) sh.count = sh.few_count = 0;
-    if (lane == 0) barrier_init(sh.arrived[warp]);
-    __syncwarp();  // for compute-sanitizer before 2026, which takes this to be done by all lanes
+    warp_barrier_init(sh.arrived[warp], lane);
+    __syncwarp();
     wait_for_earlier();
 
     const Target to = target_of(out, slots_out, table, table_stride, requests, offsets, row, k, wide);

@@ -91,18 +91,23 @@ def paged(
     return _select(score, lengths, width, topk, init_tokens, local_tokens, budget_bytes, where, None, slots_out)
 
 
-def load(pages: torch.Tensor, heads: int, topk: int, rows: int) -> None:
-    """Have the kernels of `paged` compiled for so many rows of as many requests, none of which has a key.
-    pages: e4m3 index pages of any layer.
+def load(pages: torch.Tensor, heads: int, topk: int, rows: int, each: int = 1) -> None:
+    """Have the kernels of `paged` compiled for so many rows, `each` of every request, none of which has a key.
+    pages: index pages of any layer.
     """
     device, width = pages.device, topk // PAGE_SIZE + 2
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    q, gate = zeros(rows, heads, INDEX_DIM, dtype=torch.uint8).view(FP8), zeros(rows, heads, dtype=torch.float32)
-    owner, slots = torch.arange(rows, dtype=torch.int32, device=device), zeros(rows, topk)
-    paged(q, pages, gate, zeros(rows), zeros(rows, width), owner, topk, 0, 0, _ANY_BUDGET, slots_out=slots)
+    if pages.dtype == torch.uint8:
+        q = zeros(rows, heads, INDEX_DIM, dtype=torch.uint8).view(FP8)
+    else:
+        q = zeros(rows, heads, INDEX_DIM, dtype=pages.dtype)
+    gate, slots = zeros(rows, heads, dtype=torch.float32), zeros(rows, topk)
+    owner = torch.arange(rows, dtype=torch.int32, device=device) // each
+    table = zeros(rows // each, width)
+    paged(q, pages, gate, zeros(rows), table, owner, topk, 0, 0, _ANY_BUDGET, slots_out=slots)
 
 
 def _select(

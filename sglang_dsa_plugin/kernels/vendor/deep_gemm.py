@@ -11,9 +11,9 @@ but the key's folded in. What it needs and how the operator's rules are met:
 Keys in one piece are scored in two forms of `ragged_scores`: a column a key of the buffer, or a column a key of the
 row's window, for which it compares each score's place with the window's ends.
 It compiles a kernel at its first call for a number of heads, and one for the schedule of every 32 rows more, which
-takes seconds and must not fall into the recording of a CUDA graph; SGLang runs every shape once before it records it. A
-decode step outside of graphs with more rows than any that is captured compiles its schedule then. `ragged` has one
-kernel for all shapes of a model, which the warm-up's first long prompt brings (adapter/hooks/warmup.py).
+takes seconds and must not fall into the recording of a CUDA graph; SGLang runs every shape once before it records it.
+Decode outside of graphs takes those that deep_gemm_load.py had compiled. `ragged` has one kernel for all shapes of a
+model, which the warm-up's first long prompt brings (adapter/hooks/warmup.py).
 """
 
 from __future__ import annotations

@@ -9,6 +9,10 @@ layers.
   `skip`, all shares are empty on SM 9.x, and scoring costs a launch.
 
 Three launches, and nothing is read on the host, so a CUDA graph that holds them follows lengths and pages.
+
+DeepGEMM compiles a schedule's kernel for every 32 rows more, which takes seconds. SGLang runs every shape that it
+records once before; a step outside of graphs may have any number of rows, so its calls take at most EAGER_ROWS, and a
+server has the kernels of these few compiled when it starts (deep_gemm_load.py).
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ from sglang_dsa_plugin.kernels.triton import step_rows
 
 logger = logging.getLogger(__name__)
 
+EAGER_ROWS = 256  # rows a call of a step outside of graphs
+COMPILED_ROWS = 32  # a schedule's kernel serves so many rows more than the one before
 _ROWS = 2048  # rows a call: the schedule keeps a number a row in shared memory (deepseek-ai/DeepGEMM#322)
 _ROWS_PER_PROCESSOR_FROM = 10  # major compute capability, from which on a call takes a row a processor
 
@@ -71,6 +77,11 @@ def make(
             step_rows.clear_without_long(schedule, lengths[top : top + group], skip)
         schedules.append(schedule)
     return Plan(sizes, table, tuple(schedules), group)
+
+
+def eager_group(rows: int, most: int) -> int:
+    """Rows a call, of a step outside of graphs of so many rows, where a call may have `most`: as even as they come."""
+    return -(-rows // -(-rows // min(most, EAGER_ROWS)))
 
 
 @functools.cache

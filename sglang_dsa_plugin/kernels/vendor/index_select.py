@@ -109,8 +109,9 @@ def paged(
         )
     if scores == "deep_gemm":
         step = min(step, deep_gemm_plan.rows_a_call(q.device))
-        if plan is None or plan.group != step:
+        if plan is None or plan.group > step:
             plan = deep_gemm_plan.make(lengths, page_table, row_to_request, len(pages), width, k, step)
+        step = plan.group
     picks = torch.empty((rows, k), dtype=torch.int32, device=q.device)
     for number, top in enumerate(range(0, rows, step)):
         part = slice(top, top + step)
@@ -140,11 +141,12 @@ def plan(
     k: int,
     budget_bytes: int,
     *,
+    eager: bool = False,
     scores: str,
     selection: str,
 ) -> Plan | None:
     """What `paged` needs of a step besides queries and keys, for all of its layers; None where it needs nothing, or
-    where `budget_bytes` does not hold the scores of one row.
+    where `budget_bytes` does not hold the scores of one row. eager: a step outside of graphs.
     """
     rows, width = lengths.shape[0], page_table.shape[1] * PAGE_SIZE
     gathers = (scores, selection) == ("deep_gemm", "triton") and rows >= MANY_ROWS * page_table.shape[0]
@@ -155,6 +157,7 @@ def plan(
         deep_gemm_plan.say_too_small(-(-a_row // 2**20))
         return None
     step = min(step, deep_gemm_plan.rows_a_call(lengths.device))
+    step = deep_gemm_plan.eager_group(rows, step) if eager else step
     return deep_gemm_plan.make(lengths, page_table, row_to_request, len(pages), width, k, step)
 
 

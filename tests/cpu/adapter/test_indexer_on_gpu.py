@@ -12,7 +12,7 @@ pytest.importorskip("sglang")
 
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import enable_breakable_cuda_graph
 
-from sglang_dsa_plugin.adapter import indexer
+from sglang_dsa_plugin.adapter import backend, indexer
 from sglang_dsa_plugin.backend import dense_fallback, metadata
 from sglang_dsa_plugin.backend.dense_fallback import SPARSE_DECODE
 from sglang_dsa_plugin.indexer.token import IndexQuery
@@ -29,8 +29,8 @@ def layer(monkeypatch):
     pool = SimpleNamespace(index_pages=SimpleNamespace(buffer=[None, pages]), start_layer=3)
     asked = {}
 
-    def plan(*given, impl):
-        asked.setdefault("plans", []).append((*given, impl))
+    def plan(*given, eager, impl):
+        asked.setdefault("plans", []).append((*given, eager, impl))
         return "plan"
 
     def paged(*given, slots_out=None, plan, impl, **_):
@@ -172,15 +172,32 @@ def test_a_prefill_graph_without_picks_stores_the_keys(in_graph):
     assert len(given["store"][0]) == REAL and "paged" not in given
 
 
-def test_layers_of_a_decode_step_share_a_plan(layer, monkeypatch):
+@pytest.mark.parametrize("captured", [False, True])
+def test_layers_of_a_decode_step_share_a_plan(layer, monkeypatch, captured):
     run, asked, step = layer
+    step.captured = captured
     monkeypatch.setattr(indexer, "_picks_of_rank_0", lambda: False)
     for _ in range(2):
         run()
         assert asked["by"] == ("plan", "by decode")
-    ((pages, *rows, k, heads, impl),) = asked["plans"]
+    ((pages, *rows, k, heads, eager, impl),) = asked["plans"]
     assert pages.is_cuda and all(a is b for a, b in zip(rows, (step.lengths, step.page_table, step.row_to_request)))
-    assert (k, heads, impl) == (K, 32, "by decode")
+    assert (k, heads, eager, impl) == (K, 32, not captured, "by decode")
+
+
+def test_a_decode_step_is_a_graphs_where_it_is_planned_in_one():
+    table = torch.arange(512).view(2, 256)
+    own = SimpleNamespace(req_to_token=table, max_context_len=200, threads=None)
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_decode=lambda: True, is_idle=lambda: False),
+        req_pool_indices=torch.tensor([1, 0]),
+        seq_lens=torch.tensor([70, 3]),
+        seq_lens_cpu=torch.tensor([70, 3]),
+    )
+    backend.DsaBackend.init_forward_metadata_in_graph(own, batch)
+    assert own.forward_metadata.captured and own.forward_metadata.page_table.shape == (2, 4)
+    backend.DsaBackend.init_forward_metadata(own, batch)
+    assert not own.forward_metadata.captured and own.forward_metadata.page_table.shape == (2, 2)
 
 
 def test_a_prefill_makes_no_plan(layer, monkeypatch):

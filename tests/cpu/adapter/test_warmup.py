@@ -137,7 +137,7 @@ def test_all_prompts_are_sent_the_cache_is_dropped_and_the_time_told(caplog):
     assert len(manager.requests) == len(warmup.prompts(2048, 4096, 15_984, 320)) and manager.flushed == 1
     assert all(request.sampling_params["max_new_tokens"] == 1 for request in manager.requests)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("sglang-dsa-plugin warmed up prefill with 71 prompts of up to 15984 tokens in")
+    assert line.startswith("sglang-dsa-plugin warmed up prefill with 72 prompts of up to 15984 tokens in")
 
 
 def test_a_failure_is_told_and_stops_nothing(caplog):

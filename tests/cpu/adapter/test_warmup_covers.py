@@ -34,6 +34,7 @@ from sglang_dsa_plugin.kernels.triton import (
     sparse_mla_hopper_wide_fp8,
     step_rows,
 )
+from sglang_dsa_plugin.kernels.vendor import deep_gemm_load
 from sglang_dsa_plugin.kernels.vendor import index_select as vendor_select
 from sglang_dsa_plugin.support import MANY_ROWS
 from sglang_dsa_plugin.support_row import ROW_STEPS, SOME_ROWS
@@ -117,19 +118,24 @@ def seen(monkeypatch):
         return weights.new_empty(len(q), -(-columns // 256) * 256)[:, : max_seqlen_k or len(kv[0])]
 
     def paged(q, cache, weights, lengths, table, schedule, longest, clean_logits):
+        found.add(("fp8_paged_mqa_logits", q.shape[2]))
         return weights.new_empty(len(q), -(-longest // 256) * 256)[:, :longest]
+
+    def schedule(lengths, page_size, processors):
+        found.add(("paged_mqa_logits_metadata", -(-len(lengths) // 32)))
+        return lengths.new_empty(processors + 1, 2)
 
     package = types.SimpleNamespace(fp8_mqa_logits=scores, get_num_sms=lambda: H200.processors)
     package.fp8_paged_mqa_logits = paged
-    package.get_paged_mqa_logits_metadata = lambda lengths, *_: lengths.new_empty(H200.processors + 1, 2)
+    package.get_paged_mqa_logits_metadata = schedule
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setitem(sys.modules, "deep_gemm", package)
     return found
 
 
-def step(rows, requests, longest, topk, heads, layout, scores, index_heads=64, decode=False):
+def step(rows, requests, longest, topk, heads, layout, scores, index_heads=64, decode=False, captured=False):
     """One layer of a step of `rows` rows from `requests` requests, the longest of `longest` tokens. scores: of prefill
-    and decode, with DeepGEMM or without.
+    and decode, with DeepGEMM or without. captured: in a graph of decode.
     """
 
     def empty(*shape, dtype=torch.int32):
@@ -146,7 +152,11 @@ def step(rows, requests, longest, topk, heads, layout, scores, index_heads=64, d
     slots = empty(rows, topk)
     run = index_select.paged
     if scores == "deep_gemm" and (rows >= SOME_ROWS if decode else rows // requests >= MANY_ROWS):
-        run = functools.partial(vendor_select.paged, scores="deep_gemm", selection="triton")
+        by = {"scores": "deep_gemm", "selection": "triton"}
+        made = None
+        if decode:
+            made = vendor_select.plan(lengths, keys, table, owner, topk, BUDGET, eager=not captured, **by)
+        run = functools.partial(vendor_select.paged, plan=made, **by)
     picks = run(q, keys, gate, lengths, table, owner, topk, 0, 0, BUDGET, slots_out=slots)
     # Picks of rows that keep every token.
     select.positions_to_slots(picks, table, owner, 64)
@@ -176,52 +186,80 @@ def steps_of_the_warmup(topk, chunk, context):
         yield sum(map(len, batch)) - sum(shared), len(batch), max(map(len, batch))
 
 
+def load_scores(topk, heads, layout, scores, requests=2048):
+    """What a server loads of scores at its start, with DeepGEMM installed or without."""
+    packages = "all" if scores == "deep_gemm" else "none"
+    choices = plan.operator_choices("cuda", layout, 90, torch.bfloat16, heads, packages, index_heads=64, topk=topk)
+    pages = torch.empty(9, INDEX_PAGE_BYTES, dtype=torch.uint8, device="meta")
+    pool = types.SimpleNamespace(index_pages=types.SimpleNamespace(buffer=[pages]))
+    preload.load_scores(choices, types.SimpleNamespace(index_n_heads=64, index_topk=topk), pool, requests)
+
+
 @pytest.mark.parametrize(
-    ("topk", "heads", "layout", "scores", "context", "longest"),
+    ("topk", "heads", "layout", "scores", "context", "longest", "graphs"),
     [
-        (256, 16, "bf16_1152", "deep_gemm", 7024, 6000),
-        (2048, 8, "fp8_656", "triton", 7024, 6000),
-        (2048, 16, "bf16_1152", "deep_gemm", 131072, 45_000),
-        (2048, 128, "bf16_1152", "triton", 131072, 45_000),
-        (2048, 64, "fp8_656", "deep_gemm", 131072, 45_000),
+        (256, 16, "bf16_1152", "deep_gemm", 7024, 6000, GRAPHS),
+        (2048, 8, "fp8_656", "triton", 7024, 6000, []),
+        (2048, 16, "bf16_1152", "deep_gemm", 131072, 45_000, [1, 2, 4, 8]),
+        (2048, 128, "bf16_1152", "triton", 131072, 45_000, GRAPHS),
+        (2048, 64, "fp8_656", "deep_gemm", 131072, 45_000, []),
     ],
+    ids=lambda value: f"{len(value)} graphs" if isinstance(value, list) else None,
 )
-def test_no_prompt_meets_a_kernel_that_is_not_there(seen, topk, heads, layout, scores, context, longest):
+def test_no_step_meets_a_kernel_that_is_not_there(
+    seen, caplog, topk, heads, layout, scores, context, longest, graphs
+):  # fmt: skip
     chunk, rng = 8192, random.Random(0)
     model = (topk, heads, layout, scores)
     prepare.prepare(torch.device("cuda", 0), context + 64, topk, layout)
     loaded = len(seen)
     assert loaded > sparse_mla_cuda.MOST_BLOCKS
-    for batch in GRAPHS:
-        step(batch, batch, context, *model, decode=True)
-    if scores == "deep_gemm":
-        for rows in preload.ROWS_OF_PREFILL:
-            index_select.load(torch.empty(9, INDEX_PAGE_BYTES, dtype=torch.uint8, device="meta"), 64, topk, rows)
+    load_scores(topk, heads, layout, scores)
+    assert not caplog.records
+    for batch in graphs:
+        step(batch, batch, context, *model, decode=True, captured=True)
     only_graphs = len(seen)
     for shape in steps_of_the_warmup(topk, chunk, context):
         step(*shape, *model)
+
+    def past_topk():
+        return round(topk * (longest / topk) ** rng.random()) + 1
+
     before = set(seen)
-    assert len(before) > only_graphs
+    assert len(before) > only_graphs or not graphs
     for _ in range(1500):
         requests = rng.choice([1, 1, 1, 2, 3, 4, 8])
         rows = min(chunk, max(requests, round(2 ** rng.uniform(0, 13))))
-        step(rows, requests, round(topk * (longest / topk) ** rng.random()) + 1, *model)
+        step(rows, requests, past_topk(), *model)
+    for _ in range(500):  # few new tokens, equally many or not, of many requests
+        requests, each = round(2 ** rng.uniform(0, 11)), rng.choice([1, 2, 3, 4])
+        step(requests * each + rng.choice([0, 0, 1]), requests, past_topk(), *model)
+    for _ in range(300):  # decode outside of graphs
+        rows = round(2 ** rng.uniform(0 if graphs == [] else 8, 11))
+        step(rows, rows, past_topk(), *model, decode=True)
     missing = seen - before
     assert not missing, "\n".join(map(str, missing))
 
 
-@pytest.mark.parametrize(("heads", "packages", "loaded"), [(64, "all", True), (64, "none", False), (32, "all", False)])
-def test_scores_that_decode_does_not_bring_are_compiled_at_start(monkeypatch, heads, packages, loaded):
-    asked = []
-    monkeypatch.setattr(index_select, "load", lambda *given: asked.append(given))
+@pytest.mark.parametrize(("heads", "packages", "plans"), [(64, "all", True), (64, "none", False), (32, "all", False)])
+@pytest.mark.parametrize("requests", [40, 2048])
+def test_scores_are_compiled_at_start(monkeypatch, heads, packages, plans, requests):
+    triton, by_deep_gemm = [], []
+    monkeypatch.setattr(index_select, "load", lambda *given: triton.append(given))
+    monkeypatch.setattr(deep_gemm_load, "load", lambda *given, **by: by_deep_gemm.append((given, by)))
     choices = plan.operator_choices(
         "cuda", "bf16_1152", 90, torch.bfloat16, 16, packages, index_heads=heads, topk=2048
     )  # fmt: skip
     pages = torch.zeros(3, INDEX_PAGE_BYTES, dtype=torch.uint8)
     config = types.SimpleNamespace(index_n_heads=heads, index_topk=2048)
     pool = types.SimpleNamespace(index_pages=types.SimpleNamespace(buffer=[pages[:0], pages]))
-    preload.load_scores(choices, config, pool)
-    assert asked == ([(pages, heads, 2048, rows) for rows in (32, 64, 128, 256)] if loaded else [])
+    preload.load_scores(choices, config, pool, requests)
+    # Powers of two: the last is the first that holds all rows of so many requests.
+    for each, last in ((1, 64), (2, 128), (4, 256)) if requests == 40 else ((1, 1024), (2, 1024), (4, 1024)):
+        rows = [given[3] for given in triton if given[4] == each]
+        assert rows[-1] == last and rows == [1 << p for p in range(11) if each <= 1 << p <= last]
+    by = {"scores": "deep_gemm", "selection": "triton"}
+    assert by_deep_gemm == ([((pages, heads, 2048, requests), by)] if plans else [])
 
 
 def test_a_start_goes_on_where_they_do_not_compile(monkeypatch, caplog):
@@ -232,5 +270,27 @@ def test_a_start_goes_on_where_they_do_not_compile(monkeypatch, caplog):
     choices = plan.operator_choices("cuda", "bf16_1152", 90, torch.bfloat16, 16, "all", index_heads=64, topk=2048)
     pages = torch.zeros(3, INDEX_PAGE_BYTES, dtype=torch.uint8)
     pool = types.SimpleNamespace(index_pages=types.SimpleNamespace(buffer=[pages]))
-    preload.load_scores(choices, types.SimpleNamespace(index_n_heads=64, index_topk=2048), pool)
+    preload.load_scores(choices, types.SimpleNamespace(index_n_heads=64, index_topk=2048), pool, 256)
     assert "no compiler" in caplog.text
+
+
+@pytest.mark.parametrize(("impl", "columns"), [("", 7024 + 64), ("triton", 0)])
+def test_by_the_name_triton_nothing_is_compiled_by_nvrtc(monkeypatch, impl, columns):
+    """What the README says of an NVRTC that does not work."""
+    monkeypatch.setenv("SGLANG_DSA_PLUGIN_IMPL", impl)
+    asked = []
+    monkeypatch.setattr(prepare, "prepare", lambda *given: asked.append(given) or 0)
+    monkeypatch.setattr(preload, "load_scores", lambda *_: None)
+    choices = plan.operator_choices("cuda", "bf16_1152", 90, torch.bfloat16, 16, "all", index_heads=64, topk=2048)
+    pool = types.SimpleNamespace(layout=LATENT_LAYOUTS["bf16_1152"])
+    config = types.SimpleNamespace(index_n_heads=64, index_topk=2048)
+    preload.load_kernels(choices, config, pool, torch.device("cuda", 0), 7024, 16, 256)
+    ((_, wide, k, layout, portable),) = asked
+    assert (wide, k, layout is None, portable) == (columns, 2048, impl == "triton", None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scores_of_keys_in_the_models_dtype_are_loaded_as_well(seen, dtype):
+    index_select.load(torch.empty(9, 64, 128, dtype=dtype, device="meta"), 64, 2048, 64, 2)
+    ((_, *launch),) = [one for one in seen if one[0] == "keys_kernel"]
+    assert dict(launch)["q"] == dict(launch)["k"] == str(dtype) and dict(launch)["ROWS"] == "64"

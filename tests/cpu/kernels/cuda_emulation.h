@@ -251,6 +251,9 @@ static void next_round(Barrier& b) {
     if (b.expects && b.bytes == 0) b.rounds++, b.expects = false;
 }
 inline void barrier_init(Barrier& b) { b = Barrier(); b.magic = 77; }
+inline void warp_barrier_init(Barrier& b, int lane) {
+    if (lane == 0) barrier_init(b);
+}
 inline void copy(void* to, const void* from, u32 bytes, bool, Barrier& b) {
     if (bytes == 0 || bytes % 16 || (u64)to % 16 || (u64)from % 16 || bytes > (1u << 20)) die("bad bulk copy");
     if (b.magic != 77) die("barrier not initialised");

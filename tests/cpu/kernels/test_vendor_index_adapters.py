@@ -22,7 +22,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 else:
     from sglang_dsa_plugin.kernels.triton import index_select as triton_select
-    from sglang_dsa_plugin.kernels.vendor import deep_gemm, deep_gemm_plan, topk
+    from sglang_dsa_plugin.kernels.vendor import deep_gemm, deep_gemm_load, deep_gemm_plan, topk
     from sglang_dsa_plugin.kernels.vendor import index_select as vendor_select
 
     SCALE = 192**-0.5
@@ -192,6 +192,29 @@ else:
         # One made for another budget has other groups, and is not used.
         vendor_select.paged(q, pages, gate, lengths, table, owner, 64, 2, 3, 3 * 2048, plan=made, **by)
         assert len(plans) == groups + 3
+
+    @pytest.mark.parametrize(("most", "groups"), [(256, [9]), (8, [5, 4]), (4, [3, 3, 3]), (1, [1] * 9)])
+    def test_calls_of_an_eager_step_are_small_and_even(monkeypatch, most, groups):
+        plans = []
+        vendor_fakes.install(monkeypatch, vendor_fakes.deep_gemm(2048, [], plans))
+        monkeypatch.setattr(deep_gemm_plan, "EAGER_ROWS", most)
+        by = {"scores": "deep_gemm", "selection": "triton"}
+        _, (q, pages, gate, lengths, table, owner) = index_problem(32)
+        made = vendor_select.plan(lengths, pages, table, owner, 64, 1 << 20, eager=True, **by)
+        got = vendor_select.paged(q, pages, gate, lengths, table, owner, 64, 2, 3, 1 << 20, plan=made, **by)
+        assert torch.equal(got, index_select.reference_paged(q, pages, gate, lengths, table, owner, 64, False, 2, 3))
+        assert [len(sizes) for sizes in plans] == groups
+
+    @pytest.mark.parametrize(("requests", "rows"), [(20, [32]), (33, [32, 64]), (4096, list(range(32, 257, 32)))])
+    def test_what_eager_steps_take_is_loaded(monkeypatch, requests, rows):
+        """One call for each schedule that steps of so many rows come to, and the scores' kernel."""
+        plans, calls = [], []
+        vendor_fakes.install(monkeypatch, vendor_fakes.deep_gemm(2048, calls, plans))
+        pages = index_problem(32)[1][1]
+        deep_gemm_load.load(pages, 32, 64, requests, scores="deep_gemm", selection="triton")
+        assert [len(sizes) for sizes in plans] == rows and len(calls) == len(rows)
+        taken = {-(-deep_gemm_plan.eager_group(n, 2048) // 32) for n in range(1, min(requests, 3000) + 1)}
+        assert taken == {n // 32 for n in rows}
 
     @pytest.mark.parametrize("planned", [True, False])
     def test_a_call_takes_so_many_rows(monkeypatch, planned):

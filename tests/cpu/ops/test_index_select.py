@@ -204,9 +204,9 @@ def test_a_plan_is_made_by_its_implementation_and_handed_back_to_it(monkeypatch)
     (q, pages, gate), rows = plan_problem()
     module = types.ModuleType("planned_kernels")
 
-    def make(lengths, pages, page_table, row_to_request, topk, budget):
+    def make(lengths, pages, page_table, row_to_request, topk, budget, eager):
         assert all(a is b for a, b in zip((lengths, page_table, row_to_request), rows)) and pages is pages
-        return topk, budget
+        return (topk, budget, "eager") if eager else (topk, budget)
 
     def run(*given, plan=None):
         runs.append((given[6], given[9], plan))
@@ -222,6 +222,7 @@ def test_a_plan_is_made_by_its_implementation_and_handed_back_to_it(monkeypatch)
     try:
         made = index_select.plan(pages, *rows, 5, 4, 10**6)
         assert made == index_select.Plan("planner", (5, 10**6), len(q), 5)
+        assert index_select.plan(pages, *rows, 5, 4, 10**6, eager=True).made == (5, 10**6, "eager")
         call = (q, pages, gate, *rows, 5)
         assert (index_select.paged(*call, budget_bytes=10**6, plan=made) == 7).all()
         assert runs == [(5, 10**6, (5, 10**6))]
