@@ -17,6 +17,9 @@ inline float __shfl_xor_sync(u32, float x, int bits) {
     return __int_as_float(exchange(__float_as_int(x))[now->thread % 32 ^ bits]);
 }
 
+inline float __shfl_sync(u32, float x, int lane) { return __int_as_float(exchange(__float_as_int(x))[lane % 32]); }
+#define __align__(bytes) __attribute__((aligned(bytes)))
+
 // An address is a place in the block's shared memory; that of another block has its number and one in the upper bits.
 template <class T>
 inline T& at_address(u32 at) {
@@ -33,16 +36,27 @@ inline u32 load_shared(u32 at) { return at_address<u32>(at); }
 
 struct Counter {
     unsigned short all, left;
-    u32 rounds;
+    int bytes : 24;  // still to come
+    u32 rounds : 8;
 };
 inline void barrier_init(u32 at, u32 count) {
-    at_address<Counter>(at) = {(unsigned short)count, (unsigned short)count, 0};
+    at_address<Counter>(at) = {(unsigned short)count, (unsigned short)count, 0, 0};
+}
+inline void settle(Counter& b) {
+    if (b.left == 0 && b.bytes == 0) b.left = b.all, b.rounds++;
 }
 inline void arrive(Counter& b) {
     if (b.left == 0) die("more arrivals than a barrier counts");
-    if (--b.left == 0) b.left = b.all, b.rounds++;
+    --b.left, settle(b);
 }
-inline void barrier_arrive(u32 at) { arrive(at_address<Counter>(at)); }
+inline void barrier_arrive(u32 at, u32 times = 1) {
+    while (times--) arrive(at_address<Counter>(at));
+}
+inline void barrier_expect(u32 at, u32 bytes) {
+    Counter& b = at_address<Counter>(at);
+    if (b.left == 0) die("bytes expected of a round that nobody else arrives in");
+    b.bytes += bytes;
+}
 inline void barrier_wait(u32 at, u32 parity) {
     while ((at_address<Counter>(at).rounds & 1) == parity) leave();
 }
@@ -79,6 +93,16 @@ inline void arrive_when_copied(u32 at) {
 inline void wait_for_copies() {
     while (flying[now - fibers]) leave();
 }
+
+inline void copy_bulk(u32 to, const void* from, u32 bytes, u32 at) {
+    if (to % 16 || (u64)from % 16 || bytes % 16) die("a copy off its bounds");
+    Counter* b = &at_address<Counter>(at);
+    char* there = &at_address<char>(to);
+    at_address<char>(to + bytes - 1);
+    memset(there, 0x7e, bytes);
+    pending.push_back({[=] { memcpy(there, from, bytes), b->bytes -= bytes, settle(*b); }, b});
+}
+inline void fence_bulk() {}
 
 // What lanes give one another, two places in turn as in `exchange`.
 static u32 given[WARPS_OF_ALL][2][32][6];

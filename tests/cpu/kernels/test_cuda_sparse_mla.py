@@ -129,10 +129,13 @@ def test_blocks_that_walk_over_rows(tmp_path, layout, heads):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_lengths_and_a_sink(tmp_path, layout):
-    run = build(tmp_path, layout, sparse_mla.FORMS[layout].defines(1, lengths=True, sink=True, wide_slots=True))
+@pytest.mark.parametrize("heads", [16, 8])
+def test_lengths_and_a_sink(tmp_path, layout, heads):
+    run = build(
+        tmp_path, layout, sparse_mla.FORMS[layout].defines(1, lengths=True, sink=True, wide_slots=True, heads=heads)
+    )
     lengths = torch.tensor([150, 0, 64, 2**31 - 1, -3], dtype=torch.int32)
-    check(run, layout, 5, 16, 150, 2, lengths.clamp(0, 150), torch.randn(16), wide=True)
+    check(run, layout, 5, heads, 150, 2, lengths.clamp(0, 150), torch.randn(heads), wide=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
