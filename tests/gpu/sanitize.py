@@ -270,6 +270,8 @@ def _more_attention() -> Iterator[Case]:
         # Six tiles of picks, so that buffers are used again, and heads that are not there.
         ("bf16_1152", 72, 140, 330, torch.bfloat16),
         ("fp8_656", 72, 140, 330, torch.bfloat16),
+        ("bf16_1152", 8, 140, 330, torch.bfloat16),
+        ("fp8_656", 8, 140, 330, torch.bfloat16),
         ("fp8_576", 72, 140, 330, torch.bfloat16),
         ("bf16_1152", 5, 3, 100, torch.float32),
         ("fp8_656", 5, 3, 100, torch.float32),

@@ -33,7 +33,7 @@ def server_forms(
     if layout in sparse_mla.FORMS:
         form = sparse_mla.FORMS[layout]
         for cluster in range(1, sparse_mla.MOST_BLOCKS + 1):
-            for heads in (8, 16) if form.eight and cluster == 1 else (16,):
+            for heads in (8, 16) if cluster == 1 else (16,):
                 macros = form.defines(cluster, lengths=True, sink=False, wide_slots=False, heads=heads)
                 forms.append((form.source, form.name, macros, form.shared_bytes))
     if portable is not None:

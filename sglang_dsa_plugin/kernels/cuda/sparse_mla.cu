@@ -21,11 +21,13 @@
 #define STAGE_BYTES (TILE * ROW_BYTES)
 #define SLOTS (4 * STAGES)                 // quarters of tiles
 #define SLOT_BYTES (STAGE_BYTES / 4)
-#define FULL_ARRIVALS 33                   // copies of a lane, and a word of its warp
+#define RING_BYTES (STAGES * STAGE_BYTES)
+#define FULL_ARRIVALS WARP_COPIES
 #define EMPTY_ARRIVALS (4 * WARP_ARRIVALS) // the warps of sums; those of scores where queries lie
 #define SCORES_REGISTERS 240
 #define SUMS_REGISTERS 168
 #define AHEAD 3                            // steps of 32 columns that are fetched ahead of their products
+#define PICKS_FIRST 0
 #define CHAINS 4                           // of products for a score, each of which waits for the one before
 
 #define P_PITCH 144                        // bytes of a head's weights, and 16 that keep banks apart

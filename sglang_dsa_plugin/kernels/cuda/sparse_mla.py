@@ -30,16 +30,13 @@ LANES_ARRIVE = False
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The kernel of one layout. row_bytes: of a cache row; stages: tiles in the ring; slots: its places; eight: up to 8
-    heads have a form of their own.
-    """
+    """The kernel of one layout. row_bytes: of a cache row; stages: tiles in the ring; slots: its places."""
 
     source: str
     name: str
     row_bytes: int
     stages: int
     slots: int
-    eight: bool
 
     def defines(
         self, cluster: int, *, lengths: bool, sink: bool, wide_slots: bool, heads: int = _HEADS
@@ -48,7 +45,7 @@ class Form:
         return {
             "CLUSTER": cluster,
             "STAGES": self.stages,
-            "HEADS": 8 if self.eight and cluster == 1 and heads <= 8 else _HEADS,
+            "HEADS": 8 if cluster == 1 and heads <= 8 else _HEADS,
             "HAS_LENGTHS": int(lengths),
             "HAS_SINK": int(sink),
             "SLOTS64": int(wide_slots),
@@ -64,8 +61,8 @@ class Form:
 
 
 FORMS = {
-    "bf16_1152": Form("sparse_mla.cu", "sparse_mla_bf16", 1152, 3, slots=12, eight=True),
-    "fp8_656": Form("sparse_mla_fp8.cu", "sparse_mla_fp8", 656, 4, slots=4, eight=False),
+    "bf16_1152": Form("sparse_mla.cu", "sparse_mla_bf16", 1152, 3, slots=12),
+    "fp8_656": Form("sparse_mla_fp8.cu", "sparse_mla_fp8", 656, 4, slots=4),
 }
 
 

@@ -1,41 +1,42 @@
 // The end of a row in the sparse MLA kernels: from the group of scores to that of sums, and between the blocks of a
 // cluster; and how a block's threads part into groups.
 
-// The end of a row in the group of scores: from the maximum and this lane's sum of weights of heads g and g + 8, what
+// The end of a row in the group of scores: from the maximum and this lane's sum of weights of its heads, what
 // turns the sums into the output. The turn of the hand is the row's last.
 __device__ __forceinline__ void end_row(const Arguments& a, const Shared& s, const Item& item, const float (&m)[2],
                                         const float (&total)[2], u32 hand, u32 parity) {
     u32 lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32, g = lane / 4, c = lane % 4;
     float* sums = s.floats(s.maxima) + 64 * hand;
 #pragma unroll
-    for (int h = 0; h < HEADS / 8; h++) {
+    for (int h = 0; h < LANE_HEADS; h++) {
         float sum = lanes_sum(total[h]);
-        if (c == 0) sums[(g + 8 * h) * 4 + warp] = sum;
+        if (speaks(g, c)) sums[lane_head(g, c, h) * 4 + warp] = sum;
     }
     group_sync(1);
     barrier_wait(s.taken + 8 * hand, parity);
     if (warp == 0) {
 #pragma unroll
-        for (int h = 0; h < HEADS / 8; h++) {
-            float4 x = *(const float4*)(sums + (g + 8 * h) * 4);
+        for (int h = 0; h < LANE_HEADS; h++) {
+            const u32 local = lane_head(g, c, h);
+            float4 x = *(const float4*)(sums + local * 4);
             float sum = (x.x + x.y) + (x.z + x.w), weight = 1;
 #if CLUSTER > 1
-            s.floats(s.stats)[g + 8 * h] = m[h];
-            s.floats(s.stats)[g + 8 * h + 16] = sum;
+            s.floats(s.stats)[local] = m[h];
+            s.floats(s.stats)[local + 16] = sum;
 #else
             // A sum of weights is NaN when a row holds NaN, and must stay so.
             bool some = m[h] > minus_inf() || sum != sum;
             float lse = some ? m[h] + log2_of(sum) : minus_inf();
             weight = some ? 1 / sum : 0.f;
-            int head = item.head0 + g + 8 * h;
+            int head = item.head0 + local;
             if (head < a.heads) {
 #if HAS_SINK
                 if (some) weight /= 1 + exp2_of(a.sink[head] * LOG2E - lse);
 #endif
-                if (c == 0) a.lse[item.row * a.heads + head] = lse * LN2;
+                if (speaks(g, c)) a.lse[item.row * a.heads + head] = lse * LN2;
             }
 #endif
-            if (c == 0) s.floats(s.factors)[16 * hand + g + 8 * h] = weight;
+            if (speaks(g, c)) s.floats(s.factors)[16 * hand + local] = weight;
         }
     }
     warp_arrive(s.ready + 8 * hand, lane == 0);

@@ -15,19 +15,26 @@ __device__ __forceinline__ void unpair_f16(float& x, float& y, u32 both) {
 __device__ __forceinline__ u32 exponent_of(float x) { return __float_as_uint(x) >> 23 & 255; }
 __device__ __forceinline__ float power(u32 exponent) { return __uint_as_float(exponent << 23); }
 
-// A row of queries, as left operands: blocks of 16 columns of the latent part as f16, then four of the rope part as bf16.
+// A row of queries, blocks of 16 columns of the latent part as f16, then four of the rope part as bf16: as left operands of
+// heads g and g + 8, or as right ones (PICKS_FIRST) of head g.
 struct Queries {
-    u32 nope[32][4], rope[4][4];
-    float back[2];  // what undoes the powers of two of heads g and g + 8
+    static constexpr int OF_LANE = PICKS_FIRST ? 1 : 2;  // heads
+    u32 nope[32][2 * OF_LANE], rope[4][2 * OF_LANE];
+    float back[2];  // what undoes the powers of two of the heads that this lane has scores of
 
     __device__ __forceinline__ void load(u32 stage, u32 lane) {
         u32 g = lane / 4, c = lane % 4;
         u32 at = stage + lane % 16 * QUERY_BYTES + ((lane / 16 ^ lane % 8) * 16) + 1024;
 #pragma unroll
-        for (int j = 0; j < 4; j++) matrices(rope[j], at ^ j * 32);
-        float up[2];
+        for (int j = 0; j < 4; j++) {
+            u32 x[4];
+            matrices(x, at ^ j * 32);
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
+            for (int i = 0; i < 2 * OF_LANE; i++) rope[j][i] = x[i * 2 / OF_LANE];
+        }
+        float up[OF_LANE];
+#pragma unroll
+        for (int h = 0; h < OF_LANE; h++) {
             float most = 0;
 #pragma unroll
             for (int k = 0; k < 32; k++) {
@@ -45,15 +52,20 @@ struct Queries {
             up[h] = power(exponent);
             back[h] = power(254 - exponent);
         }
+        if constexpr (PICKS_FIRST) {
+            float own = back[0];
+#pragma unroll
+            for (int h = 0; h < 2; h++) back[h] = __shfl_sync(~0u, own, 4 * lane_head(g, c, h));
+        }
 #pragma unroll
         for (int k = 0; k < 32; k++)
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
+            for (int h = 0; h < OF_LANE; h++) {
                 u32 x[2];
                 quad(x, stage, g + 8 * h, k, c);
 #pragma unroll
                 for (int i = 0; i < 2; i++)
-                    nope[k][2 * i + h] = pair_f16(low_half(x[i]) * up[h], high_half(x[i]) * up[h]);
+                    nope[k][OF_LANE * i + h] = pair_f16(low_half(x[i]) * up[h], high_half(x[i]) * up[h]);
             }
     }
 
@@ -66,24 +78,22 @@ struct Queries {
 
 // Products of this warp's 16 rows of a tile, in 18 parts: two for each half of a block of 128 columns, two for rope.
 struct Products {
-    float d[2][4];        // finished: the latent part
-    float part[2][2][4];  // of the block at hand and, in turns that do not wait for each other, two sums of it
-    u32 x[2][2][4];       // codes of two halves of a block
+    float d[LANE_TILES][4];        // finished: the latent part
+    float part[LANE_TILES][2][4];  // of the block at hand and, in turns that do not wait for each other, two sums of it
+    u32 x[2][2][4];                // codes of two halves of a block, or what rope is stored as
 
     template <int HALF>
-    __device__ __forceinline__ void fetch(u32 nope, u32 rope) {
-        if constexpr (HALF < 8) {
+    __device__ __forceinline__ void fetch(u32 rows) {
+        if constexpr (HALF < 10) {
 #pragma unroll
-            for (int n = 0; n < 2; n++) matrices(x[HALF % 2][n], (nope ^ HALF % 2 * 64) + 8 * n * NOPE_BYTES + HALF / 2 * 128);
-        } else if constexpr (HALF < 10) {
-#pragma unroll
-            for (int n = 0; n < 2; n++) matrices(x[HALF % 2][n], (rope ^ HALF % 2 * 64) + 8 * n * 128);
+            for (int n = 0; n < 2; n++)
+                matrices(x[HALF % 2][n], rows + 8 * n * ROW_BYTES + (HALF < 8 ? HALF * 64 : ROPE_AT + (HALF - 8) * 64));
         }
     }
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int n = 0; n < 2; n++)
+        for (int n = 0; n < LANE_TILES; n++)
 #pragma unroll
             for (int j = 0; j < 4; j++) part[n][0][j] = part[n][1][j] = 0;
     }
@@ -91,36 +101,50 @@ struct Products {
     // What is summed for a block counts in its scales, row by row.
     __device__ __forceinline__ void add_block(int b, const float* scales, bool first) {
 #pragma unroll
-        for (int n = 0; n < 2; n++)
+        for (int n = 0; n < LANE_TILES; n++)
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                float sum = (part[n][0][j] + part[n][1][j]) * scales[32 * n + 4 * (j % 2) + b];
+                float sum = (part[n][0][j] + part[n][1][j]) * scales[ROW_FLOATS * further_row(n, j) + b];
                 d[n][j] = first ? sum : d[n][j] + sum;
             }
         clear();
     }
 
+    template <void product_of(float (&)[4], const u32 (&)[4], u32, u32)>
+    __device__ __forceinline__ void multiply(int k, const u32 (&q)[2 * Queries::OF_LANE], const u32 (&y)[2][2]) {
+#if PICKS_FIRST
+        const u32 rows[4] = {y[0][0], y[1][0], y[0][1], y[1][1]};
+        product_of(part[0][k], rows, q[0], q[1]);
+#else
+#pragma unroll
+        for (int n = 0; n < 2; n++) product_of(part[n][k], q, y[n][0], y[n][1]);
+#endif
+    }
+
     template <int PART, bool WITH_STEPS>
-    __device__ __forceinline__ void run(const Queries& q, u32 nope, u32 rope, const float* scales, Steps& steps) {
+    __device__ __forceinline__ void run(const Queries& q, u32 rows, const float* scales, Steps& steps) {
         if constexpr (PART < 18) {
             constexpr int half = PART < 16 ? PART / 2 : PART - 8;
-            if constexpr (PART < 16 ? PART % 2 == 0 : true) fetch<half + 1>(nope, rope);
+            if constexpr (PART < 16 ? PART % 2 == 0 : true) fetch<half + 1>(rows);
             if constexpr (WITH_STEPS) steps.template run_at<PART>();
 #pragma unroll
-            for (int k = 0; k < 2; k++)
+            for (int k = 0; k < 2; k++) {
+                // 16 columns of rows 0 to 7 (n 0) and 8 to 15 of the warp, the first and the second half of them.
+                u32 y[2][2];
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
                     if constexpr (PART < 16) {
-                        u32 low, high;
-                        decode(low, high, x[half % 2][n][PART % 2 * 2 + k]);
-                        product_f16(part[n][k], q.nope[2 * PART + k], low, high);
+                        decode(y[n][0], y[n][1], x[half % 2][n][PART % 2 * 2 + k]);
                     } else {
-                        const u32(&y)[4] = x[half % 2][n];
-                        product(part[n][k], q.rope[(PART - 16) * 2 + k], y[2 * k], y[2 * k + 1]);
+                        y[n][0] = x[half % 2][n][2 * k];
+                        y[n][1] = x[half % 2][n][2 * k + 1];
                     }
                 }
+                if constexpr (PART < 16) multiply<product_f16>(k, q.nope[2 * PART + k], y);
+                else multiply<product>(k, q.rope[(PART - 16) * 2 + k], y);
+            }
             if constexpr (PART % 4 == 3 && PART < 16) add_block(PART / 4, scales, PART == 3);
-            run<PART + 1, WITH_STEPS>(q, nope, rope, scales, steps);
+            run<PART + 1, WITH_STEPS>(q, rows, scales, steps);
         }
     }
 };

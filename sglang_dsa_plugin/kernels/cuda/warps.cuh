@@ -9,6 +9,24 @@ __device__ __forceinline__ void barrier_arrive(u32 at) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
 }
 
+__device__ __forceinline__ void barrier_arrive(u32 at, u32 times) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(times) : "memory");
+}
+
+// The barrier's round waits for so many bytes of bulk copies, too. Before this thread arrives.
+__device__ __forceinline__ void barrier_expect(u32 at, u32 bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+
+// From global to shared memory in one piece of a multiple of 16 bytes; the barrier counts them when they are there.
+__device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(bar) : "memory");
+}
+
+// Between other accesses to shared memory, of this thread or before a barrier that it waited for, and its bulk copies.
+__device__ __forceinline__ void fence_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // All threads of one warpgroup; id 1 or 2.
 __device__ __forceinline__ void group_sync(u32 id) {
     asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");

@@ -11,10 +11,14 @@ struct uint2 { u32 x, y; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline float __uint_as_float(u32 x) { return __int_as_float(x); }
+inline u32 __float_as_uint(float x) { return __float_as_int(x); }
 inline bool __any_sync(u32 all, bool x) { return __ballot_sync(all, x) != 0; }
 inline float __shfl_xor_sync(u32, float x, int bits) {
     return __int_as_float(exchange(__float_as_int(x))[now->thread % 32 ^ bits]);
 }
+
+inline float __shfl_sync(u32, float x, int lane) { return __int_as_float(exchange(__float_as_int(x))[lane % 32]); }
+#define __align__(bytes) __attribute__((aligned(bytes)))
 
 // An address is a place in the block's shared memory; that of another block has its number and one in the upper bits.
 template <class T>
@@ -26,20 +30,33 @@ inline u32 shared_address(const void* p) { return (const char*)p - shared_memory
 inline u32 in_block(u32 at, u32 block) { return at | (block + 1) << 20; }
 inline float load_cluster(u32 at) { return *(float*)&memory_of[(at >> 20) - 1][at & 0xfffff]; }
 inline float4 load_cluster4(u32 at) { return *(float4*)&memory_of[(at >> 20) - 1][at & 0xfffff]; }
-inline void store_shared(u32 at, u32 x) { at_address<u32>(at) = x; }
+template <class T>
+inline void store_shared(u32 at, T x) { at_address<T>(at) = x; }
+inline u32 load_shared(u32 at) { return at_address<u32>(at); }
 
 struct Counter {
     unsigned short all, left;
-    u32 rounds;
+    int bytes : 24;  // still to come
+    u32 rounds : 8;
 };
 inline void barrier_init(u32 at, u32 count) {
-    at_address<Counter>(at) = {(unsigned short)count, (unsigned short)count, 0};
+    at_address<Counter>(at) = {(unsigned short)count, (unsigned short)count, 0, 0};
+}
+inline void settle(Counter& b) {
+    if (b.left == 0 && b.bytes == 0) b.left = b.all, b.rounds++;
 }
 inline void arrive(Counter& b) {
     if (b.left == 0) die("more arrivals than a barrier counts");
-    if (--b.left == 0) b.left = b.all, b.rounds++;
+    --b.left, settle(b);
 }
-inline void barrier_arrive(u32 at) { arrive(at_address<Counter>(at)); }
+inline void barrier_arrive(u32 at, u32 times = 1) {
+    while (times--) arrive(at_address<Counter>(at));
+}
+inline void barrier_expect(u32 at, u32 bytes) {
+    Counter& b = at_address<Counter>(at);
+    if (b.left == 0) die("bytes expected of a round that nobody else arrives in");
+    b.bytes += bytes;
+}
 inline void barrier_wait(u32 at, u32 parity) {
     while ((at_address<Counter>(at).rounds & 1) == parity) leave();
 }
@@ -77,6 +94,16 @@ inline void wait_for_copies() {
     while (flying[now - fibers]) leave();
 }
 
+inline void copy_bulk(u32 to, const void* from, u32 bytes, u32 at) {
+    if (to % 16 || (u64)from % 16 || bytes % 16) die("a copy off its bounds");
+    Counter* b = &at_address<Counter>(at);
+    char* there = &at_address<char>(to);
+    at_address<char>(to + bytes - 1);
+    memset(there, 0x7e, bytes);
+    pending.push_back({[=] { memcpy(there, from, bytes), b->bytes -= bytes, settle(*b); }, b});
+}
+inline void fence_bulk() {}
+
 // What lanes give one another, two places in turn as in `exchange`.
 static u32 given[WARPS_OF_ALL][2][32][6];
 inline u32 (*give(std::initializer_list<u32> mine))[6] {
@@ -102,18 +129,27 @@ inline void matrices_turned(u32 (&x)[4], u32 at) {
     }
 }
 inline float half_of(u32 both, int upper) { return __uint_as_float(upper ? both & 0xffff0000u : both << 16); }
-inline void product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+inline float f16_half_of(u32 both, int upper) {
+    const unsigned short bits = upper ? both >> 16 : both;
+    _Float16 x;
+    memcpy(&x, &bits, 2);
+    return x;
+}
+template <float value(u32, int)>
+inline void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     auto all = give({a[0], a[1], a[2], a[3], b0, b1});
     const int lane = now->thread % 32;
     for (int j = 0; j < 4; j++) {
         const int row = lane / 4, column = 2 * (lane % 4) + j % 2;
         float sum = 0;
         for (int k = 0; k < 16; k++)
-            sum += half_of(all[4 * row + k % 8 / 2][j / 2 + k / 8 * 2], k % 2) *
-                   half_of(all[4 * column + k % 8 / 2][4 + k / 8], k % 2);
+            sum += value(all[4 * row + k % 8 / 2][j / 2 + k / 8 * 2], k % 2) *
+                   value(all[4 * column + k % 8 / 2][4 + k / 8], k % 2);
         d[j] += sum;
     }
 }
+inline void product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply<half_of>(d, a, b0, b1); }
+inline void product_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply<f16_half_of>(d, a, b0, b1); }
 
 inline float minus_inf() { return -INFINITY; }
 inline float exp2_of(float x) { return exp2f(x); }
@@ -125,3 +161,21 @@ inline u32 bf16_of(float x) {
 inline u32 pair(float x, float y) { return bf16_of(x) | bf16_of(y) << 16; }
 inline float low_half(u32 both) { return half_of(both, 0); }
 inline float high_half(u32 both) { return half_of(both, 1); }
+inline u32 f16_of(float x) {
+    const _Float16 h = (_Float16)x;
+    unsigned short bits;
+    memcpy(&bits, &h, 2);
+    return bits;
+}
+inline u32 pair_f16(float x, float y) { return f16_of(x) | f16_of(y) << 16; }
+inline void unpair_f16(float& x, float& y, u32 both) { x = f16_half_of(both, 0), y = f16_half_of(both, 1); }
+inline float e4m3_value(u32 code) {
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    if (exponent == 15 && mantissa == 7) return NAN;
+    const float x = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+    return code & 128 ? -x : x;
+}
+inline void decode(u32& low, u32& high, u32 codes) {
+    low = pair_f16(e4m3_value(codes & 255), e4m3_value(codes >> 8 & 255));
+    high = pair_f16(e4m3_value(codes >> 16 & 255), e4m3_value(codes >> 24));
+}

@@ -1,5 +1,5 @@
-"""Sparse MLA in CUDA C++ over bf16 rows built by g++ (cuda_emulation.h), and held to fp64: every wait for a place of
-the ring, for weights and between blocks, with copies and warps that are late in any order.
+"""Sparse MLA in CUDA C++ over bf16 and packed fp8 rows built by g++ (cuda_emulation.h), and held to fp64: every wait
+for a place of the ring, for weights and between blocks, with copies and warps that are late in any order.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from sglang_dsa_plugin.kernels.cuda import program, sparse_mla
+from sglang_dsa_plugin.ops import quant
 from sglang_dsa_plugin.ops import sparse_mla as op
 from tests.cpu.ops.bounds import assert_attention
 
@@ -21,7 +22,8 @@ from .cuda_emulation import needs
 
 pytestmark = needs
 
-FORM, SCALE, TOKENS = sparse_mla.FORMS["bf16_1152"], 576**-0.5, 500
+SCALE, TOKENS = 576**-0.5, 500
+LAYOUTS = sorted(sparse_mla.FORMS)
 IN_PTX = {"warps.cuh"}
 MEMORY = "extern __shared__ __align__(128) char memory[];"
 RUN = """
@@ -30,17 +32,29 @@ extern "C" bool run(const u16* q, const u16* rope, const char* rows, const slot_
                     int clusters, int seed) {
     grid_now = clusters;
     return emulate(clusters, seed, [=] {
-        sparse_mla_bf16(q, rope, rows, slots, lengths, sink, out, lse, 512 * heads, 512, 64 * heads, 64, 1152, picks,
-                        512 * heads, 512, count, heads, picks, items, scale);
+        KERNEL(q, rope, rows, slots, lengths, sink, out, lse, 512 * heads, 512, 64 * heads, 64, ROW, picks,
+               512 * heads, 512, count, heads, picks, items, scale);
     });
 }
 """
 # What is PTX in the kernel itself, and what stands for it.
 PLAIN = [
-    (r'asm volatile\("st\.shared\.b32 \[%0\], %1;" ::"r"\((.*?)\), "r"\((\w+)\) : "memory"\)', r"store_shared(\1, \2)"),
+    (
+        r'asm volatile\("st\.shared\.(?:b32|f32) \[%0\], %1;" ::"r"\((.*?)\), "[rf]"\((\w+)\) : "memory"\)',
+        r"store_shared(\1, \2)",
+    ),
+    (
+        r'asm volatile\("st\.shared\.v2\.f32 \[%0\], \{%1, %2\};" ::"r"\(to\), "f"\(p0\), "f"\(p1\) : "memory"\)',
+        "store_shared(to, p0), store_shared(to + 4, p1)",
+    ),
+    (
+        r'asm volatile\("ld\.shared\.v2\.b32 \{%0, %1\}, \[%2\];" : "=r"\((.*?)\), "=r"\((.*?)\) : "r"\(at\) '
+        r': "memory"\)',
+        r"\1 = load_shared(at), \2 = load_shared(at + 4)",
+    ),
     (r'asm volatile\("cp\.async\.wait_all;" ::: "memory"\)', "wait_for_copies()"),
     (r'(?m)^ *asm volatile\("setmaxnreg.*$', ""),
-    (r"__device__ __forceinline__ void (copy16|arrive_when_copied)\(.*?\n}\n", ""),
+    (r"__device__ __forceinline__ void (copy16|arrive_when_copied|decode|unpair_f16)\(.*?\n}\n", ""),
 ]
 
 
@@ -49,8 +63,9 @@ def text(source: str) -> str:
     return re.sub(r'(?m)^#include "([\w.]+)"$', lambda x: "" if x[1] in IN_PTX else text(x[1]), found)
 
 
-def build(folder: Path, defines: dict[str, int]) -> Callable[..., bool]:
-    source = text(FORM.source)
+def build(folder: Path, layout: str, defines: dict[str, int]) -> Callable[..., bool]:
+    form = sparse_mla.FORMS[layout]
+    source = text(form.source)
     assert source.count(MEMORY) == 1
     source = source.replace(MEMORY, "char* memory = shared_memory();")
     for found, put in PLAIN:
@@ -58,7 +73,7 @@ def build(folder: Path, defines: dict[str, int]) -> Callable[..., bool]:
     assert "asm" not in source
     before = "".join(Path(__file__).with_name(f"cuda_emulation{x}.h").read_text() for x in ("", "_mla"))
     options = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
-    macros = {"THREADS": 384, "SHARED": FORM.shared_bytes, **defines}
+    macros = {"THREADS": 384, "SHARED": form.shared_bytes, **defines}
     subprocess.run(
         [
             "g++",
@@ -70,7 +85,7 @@ def build(folder: Path, defines: dict[str, int]) -> Callable[..., bool]:
             "c++",
             "-",
         ],
-        input=before + source + RUN,
+        input=before + source + RUN.replace("KERNEL", form.name).replace("ROW", str(form.row_bytes)),
         check=True,
         text=True,
     )
@@ -81,11 +96,14 @@ def build(folder: Path, defines: dict[str, int]) -> Callable[..., bool]:
     return run
 
 
-def check(run, rows, heads, k, clusters, lengths=None, sink=None, wide=False, seed=0):
+def check(run, layout, rows, heads, k, clusters, lengths=None, sink=None, wide=False, seed=0):
     """An emulated launch of so many blocks or clusters against fp64."""
     g = torch.Generator().manual_seed(seed)
     q = torch.randn(rows, heads, 576, generator=g).bfloat16()
     kv = torch.randn(TOKENS, 576, generator=g).bfloat16()
+    if layout == "fp8_656":  # whose scales differ
+        kv *= torch.rand(TOKENS, 1, generator=g).mul(4).exp2()
+        kv = quant.quantize_latent(kv[:, :512], kv[:, 512:], layout)
     slots = torch.rand(rows, max(k, TOKENS), generator=g).argsort(1)[:, :k] % TOKENS
     slots[:, 3:20], slots[-1, 5:] = -1, TOKENS
     slots = slots if wide else slots.int()
@@ -95,26 +113,36 @@ def check(run, rows, heads, k, clusters, lengths=None, sink=None, wide=False, se
     items = rows * -(-heads // 16)
     assert run(*at, TOKENS, heads, k, items, SCALE * sparse_mla._LOG2E, clusters, seed), "threads wait forever"
     masked = slots.masked_fill(slots >= TOKENS, -1)
-    assert_attention((out, lse), op.reference(q, kv, masked, SCALE, "bf16_1152", 1.0, sink, lengths))
+    assert_attention((out, lse), op.reference(q, kv, masked, SCALE, layout, 1.0, sink, lengths))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("heads", [16, 8])
-def test_blocks_that_walk_over_rows(tmp_path, heads):
-    run = build(tmp_path, FORM.defines(1, lengths=False, sink=False, wide_slots=False, heads=heads))
+def test_blocks_that_walk_over_rows(tmp_path, layout, heads):
+    run = build(
+        tmp_path, layout, sparse_mla.FORMS[layout].defines(1, lengths=False, sink=False, wide_slots=False, heads=heads)
+    )
     for seed, (rows, k, blocks) in enumerate([(1, 64, 1), (3, 200, 1), (6, 130, 2), (2, 700, 2), (9, 10, 1)]):
-        check(run, rows, heads - seed % 3, k, blocks, seed=seed)
+        check(run, layout, rows, heads - seed % 3, k, blocks, seed=seed)
     if heads == 16:
-        check(run, 2, 24, 65, 1)
+        check(run, layout, 2, 24, 65, 1)
 
 
-def test_lengths_and_a_sink(tmp_path):
-    run = build(tmp_path, FORM.defines(1, lengths=True, sink=True, wide_slots=True))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("heads", [16, 8])
+def test_lengths_and_a_sink(tmp_path, layout, heads):
+    run = build(
+        tmp_path, layout, sparse_mla.FORMS[layout].defines(1, lengths=True, sink=True, wide_slots=True, heads=heads)
+    )
     lengths = torch.tensor([150, 0, 64, 2**31 - 1, -3], dtype=torch.int32)
-    check(run, 5, 16, 150, 2, lengths.clamp(0, 150), torch.randn(16), wide=True)
+    check(run, layout, 5, heads, 150, 2, lengths.clamp(0, 150), torch.randn(heads), wide=True)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("cluster", [2, 3])
-def test_blocks_that_share_a_row(tmp_path, cluster):
-    run = build(tmp_path, FORM.defines(cluster, lengths=False, sink=False, wide_slots=False))
+def test_blocks_that_share_a_row(tmp_path, layout, cluster):
+    run = build(
+        tmp_path, layout, sparse_mla.FORMS[layout].defines(cluster, lengths=False, sink=False, wide_slots=False)
+    )
     for seed, (rows, k) in enumerate([(1, 64), (2, 700), (2, 200)]):
-        check(run, rows, 16 - 3 * seed, k, rows, seed=seed)
+        check(run, layout, rows, 16 - 3 * seed, k, rows, seed=seed)
