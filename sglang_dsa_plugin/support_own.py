@@ -11,7 +11,6 @@ from sglang_dsa_plugin.support_row import (
     HEADS,
     INDEX_MAX_K,
     LARGE_SHARED_SMS,
-    MANY_ROWS,
     NO_VENDOR_SMS,
     SOME_ROWS,
     TRITON_SMS,
@@ -160,12 +159,12 @@ _CUDA_ROWS = [
             layouts=frozenset({layout}),
             heads=HEADS,
             dtypes=frozenset({torch.bfloat16}),
-            first=Where(sm=NO_VENDOR_SMS & can, heads=frozenset(range(33, 129)), min_rows=least),
+            first=Where(sm=NO_VENDOR_SMS & can, heads=frozenset(range(33, 129)), min_rows=SOME_ROWS),
             takes=frozenset({"q_rope"}),
         )
-        for name, layout, can, least, room in (
-            ("cuda_portable", "bf16_1152", TRITON_SMS, SOME_ROWS, "99 KiB of shared memory"),
-            ("cuda_portable_fp8", "fp8_656", TRITON_SMS & LARGE_SHARED_SMS, MANY_ROWS, "163 KiB of shared memory"),
+        for name, layout, can, room in (
+            ("cuda_portable", "bf16_1152", TRITON_SMS, "99 KiB of shared memory"),
+            ("cuda_portable_fp8", "fp8_656", TRITON_SMS & LARGE_SHARED_SMS, "163 KiB of shared memory"),
         )
     ),
     *(

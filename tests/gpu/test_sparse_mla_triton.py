@@ -93,9 +93,9 @@ def portable_plans(k, layout):
     fp8, room = layout == "fp8_656", index_tables.gpu_of(torch.device("cuda")).shared_kib << 10
     whole = -(-k // 32) * 32
     found = [
-        portable.Plan(64, 3, whole, 1, 2, fp8),
-        portable.Plan(64, 2, 256, -(-k // 256), 1, fp8),
-        portable.Plan(32, 4, whole, 1, 1, fp8),
+        portable.Plan(64, 2 if fp8 else 3, whole, 1, fp8),
+        portable.Plan(64, 2, 256, -(-k // 256), fp8),
+        portable.Plan(32, 4, whole, 1, fp8),
     ]
     return [plan for plan in found if plan.shared_bytes <= room]
 

@@ -21,30 +21,29 @@ from sglang_dsa_plugin.kernels.triton.sparse_mla import sparse_mla as triton_spa
 
 # What the source takes for granted, too.
 _TILE = 32
-_ROW_BYTES, _PACKED_BYTES = 1152, 656
+_ROW_BYTES, _WEIGHT_ROW, _PACKED_BYTES = 1168, 40, 656
+_MARKS = 8
 THREADS = 256
 SOURCE, NAME = "sparse_mla_portable.cu", "sparse_mla_portable"
 _LOG2E = 1 / math.log(2)
 LAYOUTS = ("bf16_1152", "fp8_656")
-# (stages, tiles a warp) of blocks of 64 and of 32 heads; the first that fits is taken. Forced on an H200, 2026-11-30,
-# T 4096, S 32K, k 2048, microseconds: 128 heads in bf16 7894 with (3, 2), 7972 with (4, 2), 7963 with (3, 1), 7927 with
-# (5, 1), 8500 with (2, 1); in fp8 10370 with (3, 2), 10698 with (3, 1), 10759 with (4, 1); 32 heads in bf16 2999 with
-# (3, 1), 3027 with (5, 1).
-_FORMS = {64: ((3, 2), (3, 1), (2, 1)), 32: ((3, 1), (2, 1))}
+# Stages of the ring; the first that fits is taken. Forced on an H200, 2026-11-30, T 4096, S 32K, k 2048, microseconds:
+# 128 heads in bf16 7699 with 3, 7804 with 4, 9222 with 2; in fp8 10257 with 2, 10292 with 3; 32 heads in bf16 2765.
+_STAGES = {"bf16_1152": (3, 2), "fp8_656": (2,)}
+# Tiles of a split, where there are as many: 1 row of 128 heads 18.6 with 2, 20.6 with 1, 20.2 with 4.
+_LEAST_TILES = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """heads: of a block, 32 or 64. stages: tiles in the ring, 2 or more. split_picks: picks of a split, whole tiles.
-    splits: 1 writes the result at once. warp_tiles: of 16 heads, whose scores a warp has: with 2, of 64 heads only, it
-    reads half as often from shared memory, and leaves twice as many parts of scores there. fp8: for packed rows.
+    splits: 1 writes the result at once. fp8: for packed rows.
     """
 
     heads: int
     stages: int
     split_picks: int
     splits: int
-    warp_tiles: int = 1
     fp8: bool = False
 
     def defines(self, *, lengths: bool, sink: bool, wide_slots: bool, pdl: bool) -> dict[str, int]:
@@ -53,7 +52,6 @@ class Plan:
             "FP8": int(self.fp8),
             "HEADS": self.heads,
             "STAGES": self.stages,
-            "WARP_TILES": self.warp_tiles,
             "PARTIAL": int(self.splits > 1),
             "HAS_LENGTHS": int(lengths),
             "HAS_SINK": int(sink and self.splits == 1),
@@ -64,15 +62,15 @@ class Plan:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, as `Shared` of the source divides it."""
-        return shared_bytes(self.heads, self.stages, self.warp_tiles, self.fp8)
+        return shared_bytes(self.heads, self.stages, self.fp8)
 
 
-def shared_bytes(heads: int, stages: int, warp_tiles: int = 1, fp8: bool = False) -> int:
+def shared_bytes(heads: int, stages: int, fp8: bool = False) -> int:
     """Of a block with so many heads and tiles in its ring."""
     tiles = (2 if fp8 else stages) * _TILE * _ROW_BYTES
-    packed = _TILE * (stages * _PACKED_BYTES + 4 * 4) + 16 if fp8 else 0
-    scores, weights = 8 * 16 * _TILE * 4 * warp_tiles, 2 * heads * _TILE * 2
-    small = heads * (3 * 4 + 8 * 4) + stages * _TILE + 32
+    packed = _TILE * (stages * _PACKED_BYTES + 4 * 4) + 4 * heads + 16 if fp8 else 0
+    scores, weights = 8 * 16 * _TILE * 4, heads * _WEIGHT_ROW * 2
+    small = heads * (3 * 4 + 8 * 4) + _MARKS * _TILE + 32
     return tiles + packed + scores + weights + small
 
 
@@ -81,15 +79,15 @@ def choose(gpu: index_tables.Gpu, layout: str, rows: int, heads: int, picks: int
     results repeat.
     """
     block, fp8 = 32 if heads <= 32 else 64, layout == "fp8_656"
-    fits = (form for form in _FORMS[block] if shared_bytes(block, *form, fp8) <= gpu.shared_kib << 10)
-    form = next(fits, None)
-    if form is None:
+    fits = (stages for stages in _STAGES[layout] if shared_bytes(block, stages, fp8) <= gpu.shared_kib << 10)
+    stages = next(fits, None)
+    if stages is None:
         return None
     tiles, programs = -(-picks // _TILE), rows * -(-heads // block)
     # Splits that fill the GPU once, a block a multiprocessor.
     wanted = min(max(1, gpu.processors // programs), tiles)
-    per_split = -(-tiles // wanted)
-    return Plan(block, form[0], per_split * _TILE, -(-tiles // per_split), form[1], fp8)
+    per_split = min(max(-(-tiles // wanted), _LEAST_TILES), tiles)
+    return Plan(block, stages, per_split * _TILE, -(-tiles // per_split), fp8)
 
 
 def sparse_mla(

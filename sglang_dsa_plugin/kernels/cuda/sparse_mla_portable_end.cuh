@@ -10,9 +10,9 @@ __device__ __forceinline__ int end_of_picks(const Arguments& a, const Item& item
         if (slot >= 0 && slot < a.count) last = at + 1;
     }
     last = __reduce_max_sync(~0u, last);
-    if (threadIdx.x % 32 == 0) s.last[threadIdx.x / 32] = last;
+    if (threadIdx.x % 32 == 0) s.last[threadIdx.x / 32] = (u32)last;
     __syncthreads();
-    for (int i = 0; i < 8; i++) last = max(last, s.last[i]);
+    for (int i = 0; i < 8; i++) last = max(last, (int)s.last[i]);
     return last;
 }
 
@@ -29,11 +29,11 @@ __device__ __forceinline__ bool finish_head(const Arguments& a, const Item& item
 #pragma unroll
     for (int i = 0; i < 8; i++) largest = max(largest, s.largest[i][local]);
     float most = __uint_as_float(largest) * factor;
-    u32 value = 0;
+    float value = 0;
 #pragma unroll
-    for (int i = 0; i < 8; i++) value = max(value, (u32)s.last[i]);
+    for (int i = 0; i < 8; i++) value = fmaxf(value, __uint_as_float(s.last[i]));
     // What a rounded weight may add to an output: 2^-11 of this, as rounding errors add up.
-    float spread = __uint_as_float(value << 16) * sqrtf(s.scores[0][local][0]) * factor;
+    float spread = value * sqrtf(s.scores[0][local][0]) * factor;
     bool told = !some || (largest < 0x7f800000u && most >= LEAST && spread <= fminf(2 * fmaxf(1, most), 16 * most));
     if (head < a.heads) {
 #if PARTIAL
@@ -80,47 +80,44 @@ __device__ __forceinline__ void store(const Arguments& a, const Item& item, cons
 }
 
 // The queries through the tiles into registers: left operands of this warp's heads and columns.
-__device__ __forceinline__ void load_queries(u32 (&q)[STEPS][WARP_TILES][4], u32 memory) {
+__device__ __forceinline__ void load_queries(u32 (&q)[STEPS][4], u32 memory) {
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    u32 at = memory + (warp % WARP_ROWS * WARP_TILES * 16 + lane % 16) * ROW_BYTES;
-    at += ((warp / WARP_ROWS * 2 * GROUP_STEPS + lane / 16) ^ lane % 8) * 16;
+    u32 at = memory + (warp % HEAD_TILES * 16 + lane % 16) * ROW_BYTES;
+    at += (warp / HEAD_TILES * 2 * GROUP_STEPS + lane / 16) * 16;
 #pragma unroll
-    for (int i = 0; i < STEPS; i++)
-#pragma unroll
-        for (int m = 0; m < WARP_TILES; m++)
-            matrices(q[i][m], (at ^ i % GROUP_STEPS * 32) + i / GROUP_STEPS * 128 + m * 16 * ROW_BYTES);
+    for (int i = 0; i < STEPS; i++) matrices(q[i], at + i % GROUP_STEPS * 32 + i / GROUP_STEPS * 128);
 }
 
 // One tile after the other, each step for itself: a block goes this way rarely.
 __device__ __forceinline__ void walk_exact(const Arguments& a, const Item& item, Shared& s, u32 memory, u32 weights,
-                                           Copier& copier, Softmax& softmax, Sums& acc, u32& value) {
+                                           Copier& copier, Softmax& softmax, Sums& acc) {
     copier.queries(a, item, memory);
     copies_wait<0>();
     __syncthreads();
-    u32 q[STEPS][WARP_TILES][4];
+    u32 q[STEPS][4], none = 0;
     load_queries(q, memory);
 #pragma unroll 1
     for (int at = item.first; at < item.end; at += TILE) {
         __syncthreads();
-        copier.tile(a, s, copier.slot(item, at), 0);
+        copier.tile(a, s, copier.slot(item, at), 0, 0);
         copies_wait<0>();
         __syncthreads();
 #if FP8
-        unpack<true>(s, 0, 0);
+        unpack<true>(s, 0, 0, none);
         __syncthreads();
 #endif
         scores_of_tile<true>(s, q, memory);
         __syncthreads();
-        softmax.tile<true>(a, s, 0);
-        __syncthreads();
-        sums_of_tile<true>(s, acc, weights, memory, value, [](int) {});
+        bool changed = softmax.tile<true>(a, s, 0);
+        changed = __syncthreads_or(changed);
+        sums_of_tile<true>(s, acc, weights, memory, changed, none, [](int, int) {});
     }
 }
 
 // Tiles on their way while others are worked on. item.end becomes the end of the picks. False where the block has to go
 // the exact way.
 __device__ __forceinline__ bool walk(const Arguments& a, Item& item, Shared& s, u32 memory, u32 weights, Copier& copier,
-                                     Softmax& softmax, Sums& acc, u32& value) {
+                                     Softmax& softmax, Sums& acc, u32& largest) {
     copier.queries(a, item, memory);
     // Stages that the queries leave take tiles at once. Tile t goes to stage (t + FIRST) % STAGES.
 #if FP8
@@ -132,7 +129,7 @@ __device__ __forceinline__ bool walk(const Arguments& a, Item& item, Shared& s, 
 #pragma unroll
     for (int t = 0; t < STAGES; t++) slots[t] = copier.slot(item, item.first + TILE * t);
 #pragma unroll
-    for (int t = 0; t < EARLY; t++) copier.tile(a, s, slots[t], (t + FIRST) % STAGES);
+    for (int t = 0; t < EARLY; t++) copier.tile(a, s, slots[t], (t + FIRST) % STAGES, t);
 #if !HAS_LENGTHS
     item.end = end_of_picks(a, item, s);
 #endif
@@ -141,40 +138,43 @@ __device__ __forceinline__ bool walk(const Arguments& a, Item& item, Shared& s, 
     if (threadIdx.x == 0) s.odd = 0;
 #endif
     __syncthreads();
-    u32 q[STEPS][WARP_TILES][4];
+    u32 q[STEPS][4];
     load_queries(q, memory);
+#if FP8
+    queries_to_f16(q, a, s);
+#endif
     __syncthreads();
 #pragma unroll
-    for (int t = EARLY; t < STAGES - 1; t++) copier.tile(a, s, slots[t], (t + FIRST) % STAGES);
+    for (int t = EARLY; t < STAGES - 1; t++) copier.tile(a, s, slots[t], (t + FIRST) % STAGES, t);
+    u32 number = 0;  // of the tile at hand
 
 #if FP8
-    // Tile t waits unpacked in tiles[t % 2].
+    // Tile t waits unpacked in tiles[t % 2]. A warp unpacks the rows that it copied.
     copies_wait<STAGES - 1>();
+    __syncwarp();
+    unpack<false>(s, 0, 0, largest);
     __syncthreads();
-    unpack<false>(s, 0, 0);
-    __syncthreads();
-    copier.ahead = copier.slot(item, item.first + TILE * STAGES);
-    u32 stage = 0, next = 1, tile = 0;
+    copier.tile(a, s, copier.slot(item, item.first + TILE * STAGES), 0, STAGES);
+    copier.ahead = copier.slot(item, item.first + TILE * (STAGES + 1));
+    u32 next = 1 % STAGES;  // where the next tile waits packed
     if (item.first < item.end) scores_of_tile<false>(s, q, memory);
 #pragma unroll 1
     for (int at = item.first; at < item.end; at += TILE) {
-        copies_wait<STAGES - 2>();
+        copies_wait<STAGES - 1>();
         __syncthreads();
         // Here are the scores of this tile, the next tile packed, and nobody who still reads the last one.
-        softmax.tile<false>(a, s, stage);
-        unpack<false>(s, next, tile ^ 1);
-        __syncthreads();
+        bool changed = softmax.tile<false>(a, s, number);
+        unpack<false>(s, next, (number + 1) % 2, largest);
+        changed = __syncthreads_or(changed);
         if (s.odd) break;  // written ahead of that barrier only, so all threads see the same
-        copier.begin(a, s, copier.ahead, stage);
-        copier.ahead = copier.slot(item, at + TILE * (STAGES + 1));
-        sums_of_tile<false>(s, acc, weights, memory + tile * STAGE_BYTES, value, [&](int step) {
-            if (step < COPIES) copier.part(step);
-        });
+        copier.begin(a, s, copier.ahead, next, number + 1 + STAGES);
+        copier.ahead = copier.slot(item, at + TILE * (STAGES + 2));
+        sums_of_tile<false>(s, acc, weights, memory + number % 2 * STAGE_BYTES, changed, largest,
+                            [&](int step, int steps) { copier.at_step(step, steps); });
         copies_end();
-        tile ^= 1;
-        if (at + TILE < item.end) scores_of_tile<false>(s, q, memory + tile * STAGE_BYTES);
-        stage = next;
+        number++;
         next = next + 1 == STAGES ? 0 : next + 1;
+        if (at + TILE < item.end) scores_of_tile<false>(s, q, memory + number % 2 * STAGE_BYTES);
     }
     copies_wait<0>();
     __syncthreads();
@@ -190,18 +190,20 @@ __device__ __forceinline__ bool walk(const Arguments& a, Item& item, Shared& s, 
         __syncthreads();
         // Here are the scores of this tile, and nobody who still reads the last one, whose place the tile gets that comes
         // STAGES - 1 behind this.
-        if constexpr (STAGES == 2) copier.tile(a, s, copier.ahead, last);
-        softmax.tile<false>(a, s, stage);
+        if constexpr (STAGES == 2) {
+            copier.tile(a, s, copier.ahead, last, number + STAGES - 1);
+            copier.ahead = copier.slot(item, at + TILE * STAGES);
+        }
+        bool changed = softmax.tile<false>(a, s, number);
         if constexpr (STAGES > 2) copies_wait<(STAGES > 2 ? STAGES - 3 : 0)>();
-        __syncthreads();
+        changed = __syncthreads_or(changed);
         // Here are the weights, and the next tile.
-        if constexpr (STAGES > 2) copier.begin(a, s, copier.ahead, last);
-        copier.ahead = copier.slot(item, at + TILE * STAGES);
-        sums_of_tile<false>(s, acc, weights, memory + stage * STAGE_BYTES, value, [&](int step) {
-            if constexpr (STAGES > 2) {
-                copier.part(step);
-                if (step == COPIES - 2) copier.part(step + 1);
-            }
+        if constexpr (STAGES > 2) {
+            copier.begin(a, s, copier.ahead, last, number + STAGES - 1);
+            copier.ahead = copier.slot(item, at + TILE * STAGES);
+        }
+        sums_of_tile<false>(s, acc, weights, memory + stage * STAGE_BYTES, changed, largest, [&](int step, int steps) {
+            if constexpr (STAGES > 2) copier.at_step(step, steps);
         });
         if constexpr (STAGES > 2) {
             copies_end();
@@ -211,6 +213,7 @@ __device__ __forceinline__ bool walk(const Arguments& a, Item& item, Shared& s, 
         }
         last = stage;
         stage = stage + 1 == STAGES ? 0 : stage + 1;
+        number++;
         if (at + TILE < item.end) scores_of_tile<false>(s, q, memory + stage * STAGE_BYTES);
     }
     copies_wait<0>();
@@ -233,10 +236,10 @@ __device__ __forceinline__ bool attend(const Arguments& a, Item& item, Shared& s
 #pragma unroll
             for (int j = 0; j < 4; j++) acc[m][n][j] = 0;
     Softmax softmax = {minus_inf(), 0, 0};
-    u32 value = 0;
+    u32 values = 0;
     bool told = true;
-    if constexpr (EXACT) walk_exact(a, item, s, memory, weights, copier, softmax, acc, value);
-    else told = walk(a, item, s, memory, weights, copier, softmax, acc, value);
+    if constexpr (EXACT) walk_exact(a, item, s, memory, weights, copier, softmax, acc);
+    else told = walk(a, item, s, memory, weights, copier, softmax, acc, values);
     {
         u32 head = warp * (HEADS / 8) + lane / LANES;
         float total = softmax.total;
@@ -245,10 +248,10 @@ __device__ __forceinline__ bool attend(const Arguments& a, Item& item, Shared& s
             total += __shfl_xor_sync(~0u, total, bits);
             softmax.squares += __shfl_xor_sync(~0u, softmax.squares, bits);
         }
-        value = __reduce_max_sync(~0u, value);
+        u32 value = __reduce_max_sync(~0u, __float_as_uint(fmaxf(f16_low(values), f16_high(values))));
         // Nobody needs scores, or where picks ended, any longer.
         if (lane % LANES == 0) s.maximum[head] = softmax.m, s.total[head] = total, s.scores[0][head][0] = softmax.squares;
-        if (lane == 0) s.last[warp] = (int)value;
+        if (lane == 0) s.last[warp] = value;
     }
 #pragma unroll
     for (int m = 0; m < HEAD_TILES; m++)

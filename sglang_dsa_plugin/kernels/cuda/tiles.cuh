@@ -24,6 +24,10 @@ __device__ __forceinline__ void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// Loads from shared memory that stand ahead of this stay there. Where registers are few the compiler moves them down to
+// what needs them, which then waits; past a wait for copies it does not. There are never as many groups of copies.
+__device__ __forceinline__ void loads_stay() { copies_wait<16>(); }
+
 __device__ __forceinline__ void matrices(u32 (&x)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
@@ -71,6 +75,13 @@ __device__ __forceinline__ u32 scaled(u32 both, u32 by) {
     return x;
 }
 
+// Two f16 numbers times two others.
+__device__ __forceinline__ u32 scaled_f16(u32 both, u32 by) {
+    u32 x;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(both), "r"(by));
+    return x;
+}
+
 __device__ __forceinline__ void product_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -84,4 +95,18 @@ __device__ __forceinline__ u32 pair_f16(float x, float y) {
     u32 both;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(y), "f"(x));
     return both;
+}
+
+__device__ __forceinline__ float f16_low(u32 both) {
+    float x;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;\n}" : "=f"(x) : "r"(both));
+    return x;
+}
+__device__ __forceinline__ float f16_high(u32 both) { return f16_low(both >> 16); }
+
+// Of two f16 numbers and two others the larger absolute ones.
+__device__ __forceinline__ u32 larger_f16(u32 both, u32 other) {
+    u32 x;
+    asm("{\n.reg .b32 size;\nabs.f16x2 size, %2;\nmax.f16x2 %0, %1, size;\n}" : "=r"(x) : "r"(both), "r"(other));
+    return x;
 }

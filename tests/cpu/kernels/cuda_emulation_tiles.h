@@ -79,6 +79,8 @@ inline void copies_wait() {
             else memset(c.to, 0, 16);
 }
 
+inline void loads_stay() {}
+
 inline float low_half(u32 both) { return __uint_as_float(both << 16); }
 inline float high_half(u32 both) { return __uint_as_float(both & 0xffff0000u); }
 inline u32 bf16_of(float x) {
@@ -99,6 +101,14 @@ inline float f16_value(u32 bits) {
 }
 inline u32 scaled(u32 both, u32 by) {
     return bf16_of(high_half(both) * high_half(by)) << 16 | bf16_of(low_half(both) * low_half(by));
+}
+inline u32 scaled_f16(u32 both, u32 by) {
+    return f16_of(f16_value(both >> 16) * f16_value(by >> 16)) << 16 | f16_of(f16_value(both & 0xffff) * f16_value(by & 0xffff));
+}
+inline float f16_low(u32 both) { return f16_value(both & 0xffff); }
+inline float f16_high(u32 both) { return f16_value(both >> 16); }
+inline u32 larger_f16(u32 both, u32 other) {
+    return f16_of(fmaxf(f16_high(both), fabsf(f16_high(other)))) << 16 | f16_of(fmaxf(f16_low(both), fabsf(f16_low(other))));
 }
 inline u32 pair(float x, float y) { return bf16_of(y) << 16 | bf16_of(x); }
 inline u32 pair_f16(float x, float y) { return f16_of(y) << 16 | f16_of(x); }
