@@ -54,7 +54,7 @@ def load_kernels(
     found = prepare.prepare(device, columns, config.index_topk, layout if "cuda" in attention else None, portable)
     load_scores(choices, config, pool, requests)
     if (took := time.monotonic() - begun) > _WORTH_A_LINE:
-        logger.info("sglang-dsa-plugin loaded %d CUDA kernels in %.1f s", found, took)
+        logger.info("sglang-dsa-plugin loaded %d kernels in CUDA C++ and those of index scores in %.1f s", found, took)
 
 
 def load_scores(choices: dict[str, Choice], config: DsaConfig, pool: DsaPool, requests: int) -> None:
