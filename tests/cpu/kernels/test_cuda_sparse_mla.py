@@ -5,6 +5,7 @@ for a place of the ring, for weights and between blocks, with copies and warps t
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 import subprocess
 from collections.abc import Callable
@@ -104,7 +105,8 @@ def check(run, layout, rows, heads, k, clusters, lengths=None, sink=None, wide=F
     if layout == "fp8_656":  # whose scales differ
         kv *= torch.rand(TOKENS, 1, generator=g).mul(4).exp2()
         kv = quant.quantize_latent(kv[:, :512], kv[:, 512:], layout)
-    slots = torch.rand(rows, max(k, TOKENS), generator=g).argsort(1)[:, :k] % TOKENS
+    kv[0] = 127 if layout == "fp8_656" else math.nan  # nobody's pick, and not to be read for those that are masked
+    slots = torch.rand(rows, max(k, TOKENS), generator=g).argsort(1)[:, :k] % (TOKENS - 1) + 1
     slots[:, 3:20], slots[-1, 5:] = -1, TOKENS
     slots = slots if wide else slots.int()
     nope, rope = q[..., :512].contiguous(), q[..., 512:].contiguous()
