@@ -20,8 +20,9 @@ MANY_ROWS = 256
 SOME_ROWS = 16
 # From here on the rows of a decode step fill a GPU without being split much.
 MORE_ROWS = 64
-# Numbers of query rows that choices may depend on; those in between count as the one below.
-ROW_STEPS = (0, SOME_ROWS, MORE_ROWS, MANY_ROWS)
+# Numbers of query rows that choices may depend on; those in between count as the one below. Where a few rows share the
+# GPU one more changes what each has of it, so there they double.
+ROW_STEPS = (0, 2, 4, 8, SOME_ROWS, MORE_ROWS, MANY_ROWS)
 # What this package's Triton kernels take.
 TRITON_SMS = frozenset({80, 86, 87, 89, 90, 100, 103, 120, 121})
 # Capabilities with clusters of blocks, which a CUDA C++ kernel may need.

@@ -63,10 +63,10 @@ def file_for(device_name: str, sm: int) -> Path | None:
 
 def nearest(choices: Choices, operator: str, layout: str, heads: int, rows: int) -> str | None:
     """The choice of the number of heads nearest by ratio, the larger of two as near; None beyond a factor of 2. Of the
-    steps of rows that were measured, the last one up to `rows` counts.
+    steps of rows that were measured with so many heads, the last one up to `rows` counts.
     """
-    steps = [step for op, rows_of, step in choices if (op, rows_of) == (operator, layout) and step <= rows]
-    measured = choices.get((operator, layout, max(steps, default=rows)), {})
+    steps = sorted(step for op, rows_of, step in choices if (op, rows_of) == (operator, layout) and step <= rows)
+    measured = {known: name for step in steps for known, name in choices[operator, layout, step].items()}
     if not measured:
         return None
     best = min(measured, key=lambda known: (abs(math.log(known / heads)), -known))

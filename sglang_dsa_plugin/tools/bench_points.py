@@ -12,8 +12,8 @@ import torch
 from sglang_dsa_plugin import support
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM
 from sglang_dsa_plugin.ops import dense_mha, index_select
-from sglang_dsa_plugin.support_row import ROW_STEPS
-from sglang_dsa_plugin.tools import bench_cases, bench_index_cases, bench_run, bench_timing
+from sglang_dsa_plugin.support_row import MORE_ROWS, ROW_STEPS, SOME_ROWS
+from sglang_dsa_plugin.tools import bench_cases, bench_index_cases, bench_run, bench_step, bench_timing
 from sglang_dsa_plugin.tools.bench_cases import SCALE, SHORT, Case, Sizes
 from sglang_dsa_plugin.tools.bench_inputs import Maker
 from sglang_dsa_plugin.tools.bench_rivals import Inputs
@@ -23,13 +23,17 @@ OPERATOR = "sparse_mla"
 DENSE, SELECT = "dense", "index_select"
 # Another package's kernel has to be worth its import and its padding.
 MARGIN = 0.97
+# Of decode: the sizes of SGLang's graphs up to 16 rows, to which other batches are padded, and a large one.
+DECODE_ROWS = (1, 2, 4, 8, 12, SOME_ROWS, MORE_ROWS)
+STEP_TOKENS = 8192
 OURS = frozenset({"cuda", "cuda_portable", "cuda_portable_fp8", "triton"})
 
 
 @dataclass
 class Point:
-    """One shape. us: microseconds a call, medians, by implementation of sparse attention, and for the two parts of a
-    prefill that all of them share, DENSE and SELECT.  failed: why one has no figure.
+    """One shape. us: microseconds a call, medians, by implementation of sparse attention (of fewer than SOME_ROWS rows
+    of the decode step that it is part of), and for the two parts of a prefill that all of them share, DENSE and
+    SELECT.  failed: why one has no figure.
     """
 
     layout: str
@@ -46,16 +50,25 @@ class Point:
 
 
 def shapes(quick: bool) -> Iterator[tuple[Case, Case | None, Point]]:
-    """(sparse attention, selection where the point is a prefill, the point to fill)."""
+    """(a case with sparse attention, selection where the point is a prefill, the point to fill)."""
     for layout in SHORT:
         for heads in (16, 128) if quick else (8, 16, 32, 64, 128):
-            for rows in (1, 16, 64):
-                sizes = Sizes(cached=32768)
-                yield bench_cases.decode(sizes, layout, heads, rows), None, Point(layout, heads, rows, sizes.cached)
+            for rows in (1, SOME_ROWS, MORE_ROWS) if quick else DECODE_ROWS:
+                case = decode_case(layout, heads, rows)
+                yield case, None, Point(layout, heads, rows, case.tokens)
             for rows, tokens in ((4096, 16384),) if quick else ((512, 8192), (4096, 4096), (4096, 32768)):
                 sizes = replace(Sizes(), cached=tokens, prefill=rows)
                 point = Point(layout, heads, rows, tokens)
                 yield bench_cases.prefill(sizes, layout, heads), bench_index_cases.ragged_select(sizes, tokens), point
+
+
+def decode_case(layout: str, heads: int, rows: int) -> Case:
+    """Sparse attention alone, but of few rows within a decode step: kernels of a few microseconds overlap with those
+    ahead and behind, one of one launch more than one of two.
+    """
+    if rows >= SOME_ROWS:
+        return bench_cases.decode(Sizes(cached=32768), layout, heads, rows)
+    return replace(bench_step.step(Sizes(), layout, heads, STEP_TOKENS, rows), ours=bench_step.run_with_attention)
 
 
 def measure_all(

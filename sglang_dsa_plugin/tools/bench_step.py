@@ -70,13 +70,22 @@ def inputs_of(maker: Maker, sizes: Sizes, layout: str, heads: int, tokens: int, 
 
 def run(i: Inputs, impl: str | None) -> Any:
     """The operators in the order in which the indexer and the backend call them."""
+    return _run(i, impl, impl)
+
+
+def run_with_attention(i: Inputs, attention: str | None) -> Any:
+    """`run` with this implementation of sparse attention, the others by the support table."""
+    return _run(i, None, attention)
+
+
+def _run(i: Inputs, impl: str | None, attention: str | None) -> Any:
     keys, queries = (i.pages, i.new_slots, i.key, i.norm, i.bias, EPS), (i.projected, i.weights, i.positions, i.cos_sin)
     q, gate = index_front.store_and_prepare(*keys, *queries, ROPE, i.lengths, i.k_picks, impl=impl)
     slots = torch.empty((q.shape[0], i.k_picks), dtype=torch.int32, device=q.device)
     plan, rows = bench_index_cases.planned(i, impl), (i.lengths, i.table, i.owner)
     index_select.paged(q, i.pages, gate, *rows, i.k_picks, slots_out=slots, plan=plan, impl=impl)
     rest = {"lengths": i.counts, "q_rope": i.q_rope, "prefix": True, "with_lse": False}
-    return sparse_mla.sparse_mla(i.q_latent, i.rows, slots, i.scale, i.layout, impl=impl, **rest)
+    return sparse_mla.sparse_mla(i.q_latent, i.rows, slots, i.scale, i.layout, impl=attention, **rest)
 
 
 def reference(i: Inputs) -> Any:

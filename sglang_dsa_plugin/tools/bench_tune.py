@@ -1,11 +1,11 @@
 """`sglang-dsa bench tune`: which implementation of sparse attention is fastest on this GPU, where dense meets sparse.
 
 Every implementation that can run is timed as the server calls it, adapter included, by the rules of bench_timing, for
-each number of heads, row layout and kind of step (bench_points). The choices go into a table that the support table
-reads when it is shipped as `sglang_dsa_plugin/tuned/<gpu>.json`. For prefill the dense way (keys and values expanded,
-then causal attention over all of them) is timed beside scores, selection and sparse attention: the lengths up to which
-it is no slower are part of the table, but nothing takes dense attention past k unasked, since it is another result: it
-attends to every token.
+each number of heads, row layout and kind of step (bench_points), of few rows within a decode step of one layer. The
+choices go into a table that the support table reads when it is shipped as `sglang_dsa_plugin/tuned/<gpu>.json`. For
+prefill the dense way (keys and values expanded, then causal attention over all of them) is timed beside scores,
+selection and sparse attention: the lengths up to which it is no slower are part of the table, but nothing takes dense
+attention past k unasked, since it is another result: it attends to every token.
 """
 
 from __future__ import annotations

@@ -87,15 +87,18 @@ def _measured(sm: int) -> str:
         f"\n**For sparse attention on such a GPU this goes ahead of the cells above**, which then hold where it has no "
         f"entry or its kernel cannot run: what was measured, with the times in `tuned/{path.name}`. A number of heads "
         "in between goes by its nearest neighbour.\n",
-        "| layout | heads | " + " | ".join(f"{step} or more" if step else "few" for step in ROW_STEPS) + " |",
+        " | ".join(
+            ["| layout | heads", f"fewer than {ROW_STEPS[1]} rows", *(f"{step} or more" for step in ROW_STEPS[1:])]
+        )
+        + " |",
         "| --- " * (len(ROW_STEPS) + 2) + "|",
     ]
     choices = tuned.read(path)
     for layout in dict.fromkeys(key[1] for key in choices):
-        by_step = [choices.get(("sparse_mla", layout, step), {}) for step in ROW_STEPS]
-        for heads in sorted(set().union(*by_step)):
-            cells = " | ".join(step.get(heads, "") for step in by_step)
-            lines.append(f"| {layout} | {heads} | {cells} |")
+        known = {heads for (_, rows_of, _), by_heads in choices.items() if rows_of == layout for heads in by_heads}
+        for heads in sorted(known):
+            taken = [tuned.nearest(choices, "sparse_mla", layout, heads, step) or "" for step in ROW_STEPS]
+            lines.append(f"| {layout} | {heads} | {' | '.join(taken)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from sglang_dsa_plugin import support, tuned
 from sglang_dsa_plugin.cli import app
 from sglang_dsa_plugin.support_row import ROW_STEPS
-from sglang_dsa_plugin.tools import bench_cases, bench_index_cases, bench_kernels, bench_points
+from sglang_dsa_plugin.tools import bench_cases, bench_index_cases, bench_kernels, bench_points, bench_step
 from sglang_dsa_plugin.tools.bench_points import DENSE, SELECT, Point
 from tests.cpu.test_bench_kernels import FakeClock
 
@@ -21,7 +21,9 @@ def point(heads=16, rows=1, tokens=1024, layout="bf16_1152", **us):
 
 
 def test_every_step_of_rows_and_number_of_heads_is_measured():
-    points = [one for _, _, one in bench_points.shapes(quick=False)]
+    cases = [(attention, one) for attention, _, one in bench_points.shapes(quick=False)]
+    points = [one for _, one in cases]
+    assert all(("decode step" in attention.name) == (one.rows < 16) for attention, one in cases)
     for layout in ("bf16_1152", "fp8_656"):
         for heads in (8, 16, 32, 64, 128):
             mine = [one for one in points if (one.layout, one.heads) == (layout, heads)]
@@ -70,6 +72,15 @@ def test_a_point_is_measured(monkeypatch):
     assert one.us == pytest.approx({"torch": 4.0, SELECT: 3.0, DENSE: 2.0})
     assert one.sparse == {"torch": pytest.approx(4.0)} and "cpu" in one.failed["triton"]
     assert "torch 4.0" in bench_points.line(one) and "triton failed" in bench_points.line(one)
+
+
+def test_of_few_rows_attention_alone_is_another_implementation():
+    sizes = bench_cases.Sizes(k=64, index_heads=4, cached=128, context=256)
+    inputs = bench_step.step(sizes, "bf16_1152", 4, 128, 2).make(bench_points.Maker(CPU, 0))
+    out, _ = bench_step.run_with_attention(inputs, "torch")
+    assert torch.equal(out, bench_step.run(inputs, "torch")[0])
+    with pytest.raises(ValueError, match="sparse_mla: impl='fa3' cannot run here"):
+        bench_step.run_with_attention(inputs, "fa3")
 
 
 def test_dense_attention_of_the_tuning_is_attention():

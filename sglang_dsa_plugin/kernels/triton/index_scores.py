@@ -1,4 +1,4 @@
-"""Index scores in Triton; see ops/index_scores.py for the formula and index_scores_kernels.py for the two kernels."""
+"""Index scores in Triton; see ops/index_scores.py for the formula, index_scores_kernels.py for the kernels."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from sglang_dsa_plugin.cache.layouts import FP8, PAGE_SIZE
 
 from . import index_tables, pdl
 from .index_scores_kernels import fill_kernel, keys_kernel, rows_kernel
+from .index_scores_row import row_kernel
 
 _ROW_ALIGN = 32  # columns: rows of scores begin on 128 bytes, and selection may read whole groups
 
@@ -123,7 +124,7 @@ def score_paged(
             fill_past(scores, lengths)
         return
     rows, heads, _ = q.shape
-    keys_kernel[(tiles.programs,)](
+    tensors = (
         q,
         k,
         scale,
@@ -136,17 +137,11 @@ def score_paged(
         torch.empty(rows, dtype=torch.int32, device=q.device) if tickets is None else tickets,
         k.stride(0),
         page_table.stride(0),
-        scores.stride(0),
-        rows,
-        k.shape[0],
-        *page_table.shape,
-        scores.shape[1],
-        skip,
+    )
+    constants = dict(
         H=heads,
         HP=index_tables.padded_heads(heads),
-        G=tiles.bundle,
         BN=tiles.keys,
-        ROWS=index_tables.power_of_two(rows),
         KIND=kind,
         STAGES=tiles.stages,
         PERIOD=index_tables.head_period(gpu),
@@ -154,6 +149,12 @@ def score_paged(
         num_warps=tiles.warps,
         **pdl.arguments(gpu),
     )
+    grid, width = (tiles.programs,), scores.shape[1]
+    if rows == 1:
+        row_kernel[grid](*tensors, k.shape[0], *page_table.shape, width, skip, **constants)
+    else:
+        group = index_tables.power_of_two(rows)
+        keys_kernel[grid](*tensors, scores.stride(0), rows, width, skip, G=tiles.bundle, ROWS=group, **constants)
 
 
 def _walk_rows(

@@ -1,11 +1,12 @@
 """Kernels of the index scores: relu(q . k) times gate, summed over heads in registers, one f32 stored per (row, key).
 
 `rows_kernel` holds a tile of keys and walks many rows over it: prefill, where rows of a request share their keys.
-`keys_kernel` holds the queries of one or a few rows and streams their keys: decode and verify, where keys are the
-traffic. Both multiply [keys, 128] by [128, heads], keys outermost, so a thread holds many heads of a score and the sum
-over them costs it no exchange until the last steps. `head_sum` says itself which head is added to which and where it is
-rounded, so a score does not depend on which kernel, tile or neighbour it was computed with. Left to the compiler, both
-follow from where the tile's products lie, and of two products that are added either may be the one that is rounded.
+`keys_kernel` holds the queries of a few rows and streams their keys: decode and verify, where keys are the traffic; a
+single row has a kernel of its own (index_scores_row.py). All multiply [keys, 128] by [128, heads], keys outermost, so a
+thread holds many heads of a score and the sum over them costs it no exchange until the last steps. `head_sum` says
+itself which head is added to which and where it is rounded, so a score does not depend on which kernel, tile or
+neighbour it was computed with. Left to the compiler, both follow from where the tile's products lie, and of two
+products that are added either may be the one that is rounded.
 
 PERIOD says where they lie: heads h and h + PERIOD of a score are of the same thread (index_tables.head_period).
 
@@ -19,17 +20,16 @@ import triton
 import triton.language as tl
 
 from .index_tables import STREAM_FEW_ROWS
-from .pdl import let_next_start, prefetch_whole, wait_for_earlier
+from .pdl import let_next_start, wait_for_earlier
 
 DIM = tl.constexpr(128)
 PAGE = tl.constexpr(64)
 NEVER = tl.constexpr(2**31 - 1)
-# When rows let the next kernel start (pdl.py). H200, decode steps of 8K / 32K / 128K tokens, microseconds: a single row
-# at once 25.3 / 26.6 / 35.3, as here 24.9 / 26.1 / 32.8; 16 rows 47.2 / 63.1 / 125.8 and 45.3 / 59.2 / 121.8.
+# When rows let the next kernel start (pdl.py). H200, decode steps of 16 rows of 8K / 32K / 128K tokens, microseconds:
+# at once 47.2 / 63.1 / 125.8, as here 45.3 / 59.2 / 121.8.
 FEW_ROWS = tl.constexpr(STREAM_FEW_ROWS)
 SELECTED_BY_FEW_BLOCKS = tl.constexpr(4)
 FILLED = tl.constexpr(1024)  # columns that are filled at a time
-FETCHED = tl.constexpr(2)  # pages that a program fetches ahead
 
 
 @triton.jit
@@ -223,43 +223,7 @@ def fill_rows(out, out_stride, size, row, rows, width):
             item += tl.num_programs(0)
 
 
-@triton.jit
-def fetch_first_keys(
-    k,
-    requests,
-    lengths,
-    table,
-    page_stride,
-    table_stride,
-    pages,
-    tables,
-    columns,
-    width,
-    skip,
-    BN: tl.constexpr,
-    KIND: tl.constexpr,
-):
-    """Of a single row: the first keys that this program reads, to the L2 cache while the kernel ahead still runs.
-
-    That one may be writing what is read here, past the L1 cache: then keys come for nothing, but nothing outside the
-    page table [tables, columns] and the pages is touched. Not all keys, since they keep the kernel ahead from its own
-    input: H200, steps of 8K / 32K / 128K tokens 20.7 / 21.5 / 26.5 us without, 20.3 / 21.5 / 26.4 with two pages a
-    program, 20.3 / 22.2 / 27.5 with four.
-    """
-    size = tl.maximum(tl.minimum(tl.load(lengths, cache_modifier=".cg"), width), 0).to(tl.int32)
-    request = tl.load(requests, cache_modifier=".cg").to(tl.int64)
-    full = tl.cdiv(tl.where(size > skip, size, 0), PAGE)
-    each = tl.cdiv(tl.cdiv(full * PAGE, BN), tl.num_programs(0))
-    page = tl.program_id(0) * each * BN // PAGE + tl.arange(0, 32)
-    inside = (tl.arange(0, 32) < FETCHED) & (page < full) & (page < columns) & (request >= 0) & (request < tables)
-    found = tl.load(table + request * table_stride + page, mask=inside, other=-1, cache_modifier=".cg").to(tl.int64)
-    inside &= (found >= 0) & (found < pages)
-    KEY_BYTES: tl.constexpr = DIM * k.dtype.element_ty.primitive_bitwidth // 8
-    SCALE_BYTES: tl.constexpr = 4 if KIND == "fp8" else 0
-    prefetch_whole(tl.where(inside, (k + found * page_stride).to(tl.uint64), 0), PAGE * (KEY_BYTES + SCALE_BYTES))
-
-
-@triton.jit(do_not_specialize=["table_stride", "rows", "pages", "tables", "columns"])
+@triton.jit(do_not_specialize=["table_stride", "rows"])
 def keys_kernel(
     q,
     k,
@@ -274,9 +238,6 @@ def keys_kernel(
     table_stride,
     out_stride,
     rows,
-    pages,
-    tables,
-    columns,
     width,
     skip,
     H: tl.constexpr,
@@ -296,16 +257,9 @@ def keys_kernel(
     tickets int32 [rows] become 0, for a selection that follows. FILL: columns past a row's length become -inf, shared
     out likewise.
     """
-    if PDL and ROWS == 1:
-        fetch_first_keys(
-            k, requests, lengths, table, page_stride, table_stride, pages, tables, columns, width, skip, BN, KIND
-        )
     wait_for_earlier(PDL)
     # Of few rows the blocks of a selection, waiting, take more from these than their start is worth.
     let_next_start(PDL and ROWS > FEW_ROWS)
-    if ROWS == 1:
-        # Asked for together with the row's length.
-        queries, weight = load_queries(q, gate, 0, rows, H, HP, G)
     row = tl.arange(0, ROWS)
     tl.store(tickets + row, row * 0, mask=(row < rows) & (tl.program_id(0) == 0))
     bundle = row // G * G
@@ -336,17 +290,6 @@ def keys_kernel(
     item = tl.program_id(0) * each
     end = tl.minimum(item + each, total)
     lane = tl.arange(0, G)
-    if ROWS == 1:
-        table_row = table + tl.sum(request, 0).to(tl.int64) * table_stride
-        count = tl.sum(size, 0)
-        if each == 1:
-            # A tile at most: without what a pipeline does ahead of its first one.
-            if item < end:
-                n = item * BN + tl.arange(0, BN)
-                x, scale = load_keys(k, scales, page_stride, 0, table_row, 0, n, count, BN, KIND, True)
-                part = head_sum(x, scale, queries, weight, BN, HP, G, PERIOD)
-                tl.store(out + n[:, None], part, mask=n[:, None] < count)
-            return
     while item < end:
         r = tl.sum((done <= item).to(tl.int32), 0)
         mine = row == r
@@ -356,8 +299,7 @@ def keys_kernel(
         count = tl.sum(tl.where(mine, covered, 0), 0)
         alone = tl.sum(tl.where(mine & (lowest != highest), 1, 0), 0)
         table_row = table + tl.sum(tl.where(mine, owner, 0), 0).to(tl.int64) * table_stride
-        if ROWS > 1:
-            queries, weight = load_queries(q, gate, r, rows, H, HP, G)
+        queries, weight = load_queries(q, gate, r, rows, H, HP, G)
         _, sizes = window_of(r + lane, rows, requests, lengths, skip, True)
         sizes = tl.where((alone == 0) | (lane == 0), tl.minimum(sizes, width), 0)
         lines = out + (r + lane).to(tl.int64)[None, :] * out_stride

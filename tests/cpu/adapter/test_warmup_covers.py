@@ -46,6 +46,7 @@ KERNELS = [
     (index_front, "front_kernel"),
     (index_scores, "rows_kernel"),
     (index_scores, "keys_kernel"),
+    (index_scores, "row_kernel"),
     (step_rows, "_rows_kernel"),
     (step_rows, "_clear_kernel"),
     (select, "rows_kernel"),

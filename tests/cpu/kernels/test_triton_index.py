@@ -22,8 +22,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 else:
     from sglang_dsa_plugin.kernels.triton import index_scores as triton_scores
+    from sglang_dsa_plugin.kernels.triton import index_scores_row, index_tables, pdl
     from sglang_dsa_plugin.kernels.triton import index_select as triton_select
-    from sglang_dsa_plugin.kernels.triton import index_tables
     from sglang_dsa_plugin.kernels.triton import select as triton_topk
 
     # Lists of 256 entries and tiles of 128 to 512 scores: every path of the kernels at a few hundred columns.
@@ -141,6 +141,64 @@ else:
             part = slice(r, r + 1)
             alone = (inputs.q[part], inputs.pages, inputs.gate[part], lengths[part], table[part], owner[:1])
             assert torch.equal(triton_scores.paged(*alone, None), both[part])
+
+    @pytest.mark.parametrize("programs", [1, 8])
+    @pytest.mark.parametrize(
+        ("seen", "request_seen", "page_seen", "brings"),
+        [(0, 0, 3, ""), (64, 1, 99, "table"), (70, 1, 99, ""), (400, 0, 3, "keys"), (400, 2, 3, ""), (400, -1, -7, "")],
+    )
+    @pytest.mark.parametrize("length", [0, 64, 300])
+    def test_what_a_row_seems_to_be_ahead_of_the_wait_decides_nothing(
+        length, seen, request_seen, page_seen, brings, programs, monkeypatch
+    ):
+        """Length, request and page table come when others had been read, and nothing outside the tensors is fetched."""
+        inputs = indexer_inputs.normal(1, 16, 768, torch.float16)
+        table = torch.randperm(12, generator=generator())[:10].int().view(2, 5)
+        right = (torch.tensor([length]), table, torch.tensor([1]))
+        early = (torch.tensor([seen]), torch.full_like(table, page_seen), torch.tensor([request_seen]))
+        given = tuple(tensor.clone() for tensor in right)
+        want = triton_scores.new_scores(1, 320, table.device).fill_(7)
+        triton_scores.score_paged(want, inputs.q, inputs.pages, inputs.gate, *given, skip=64)
+        fetched, let_in, look_ahead = [], [], index_scores_row.look_ahead
+
+        def put(values):
+            for mine, value in zip(given, values):
+                mine.copy_(value)
+
+        def look(*arguments):
+            put(early)
+            let_in.append(0)
+            return look_ahead(*arguments)
+
+        def fetch(at, size=32):
+            fetched.extend((int(one), int(one) + int(getattr(size, "value", size))) for one in at.handle.data if one)
+
+        def let_next_start(_used):
+            let_in[-1] += 1
+
+        monkeypatch.setattr(index_scores_row, "look_ahead", look)
+        monkeypatch.setattr(index_scores_row, "wait_for_earlier", lambda _used: put(right))
+        monkeypatch.setattr(index_scores_row, "let_next_start", let_next_start)
+        monkeypatch.setattr(index_scores_row, "prefetch", fetch)
+        monkeypatch.setattr(index_scores_row, "prefetch_whole", fetch)
+        monkeypatch.setattr(pdl, "arguments", lambda gpu: {"PDL": True})
+        tiles = index_tables.stream_tiles
+        monkeypatch.setattr(
+            index_tables, "stream_tiles", lambda *shape: dataclasses.replace(tiles(*shape), programs=programs)
+        )
+        got = triton_scores.new_scores(1, 320, table.device).fill_(7)
+        triton_scores.score_paged(got, inputs.q, inputs.pages, inputs.gate, *given, skip=64)
+        assert torch.equal(got, want)
+        assert len(let_in) == programs and min(let_in) >= 1
+        # Keys of whole pages; of the table lines of 32 bytes, the last of which may end past it.
+        table_end = given[1].data_ptr() + 4 * table.numel()
+        of_table = [first for first, _ in fetched if given[1].data_ptr() <= first < table_end]
+        pages_end = inputs.pages.data_ptr() + 2 * inputs.pages.numel()
+        of_keys = [first for first, end in fetched if inputs.pages.data_ptr() <= first and end <= pages_end]
+        assert len(of_table) + len(of_keys) == len(fetched)
+        # One program has more than one tile of a long row; then it is the table that is fetched.
+        brings = "table" if brings == "keys" and programs == 1 else brings
+        assert (bool(of_table), bool(of_keys)) == (brings == "table", brings == "keys")
 
     def test_nan_of_e4m3_in_a_key_and_in_a_query():
         inputs = indexer_inputs.normal(3, 16, 64, FP8)

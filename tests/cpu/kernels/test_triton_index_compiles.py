@@ -7,7 +7,14 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from sglang_dsa_plugin.kernels.triton import index_scores_kernels, index_tables, pdl, select, step_rows  # noqa: E402
+from sglang_dsa_plugin.kernels.triton import (  # noqa: E402
+    index_scores_kernels,
+    index_scores_row,
+    index_tables,
+    pdl,
+    select,
+    step_rows,
+)
 
 # Minutes with an empty kernel cache: in the long form only.
 pytestmark = pytest.mark.full
@@ -124,9 +131,9 @@ def test_scores_of_few_rows(name):
 def test_scores_of_a_single_row(name):
     for kind in kinds(name):
         tiles = index_tables.stream_tiles(gpu_of(name), kind, 64, 1, 1)
-        constants = {"H": 64, "HP": 64, "G": 1, "BN": tiles.keys, "ROWS": 1, "KIND": kind}
+        constants = {"H": 64, "HP": 64, "BN": tiles.keys, "KIND": kind}
         constants |= {"STAGES": tiles.stages, "FILL": kind == "plain"}
-        built = compiled(index_scores_kernels.keys_kernel, name, constants, tiles.warps, **score_types(kind))
+        built = compiled(index_scores_row.row_kernel, name, constants, tiles.warps, **score_types(kind))
         if pdl.arguments(gpu_of(name))["PDL"]:
             # Ahead of the wait only what leaves nothing in the L1 cache, where it might be out of date.
             ahead = built.asm["ptx"].split("griddepcontrol.wait")[0]

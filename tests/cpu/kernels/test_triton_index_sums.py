@@ -10,7 +10,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from sglang_dsa_plugin.kernels.triton import index_scores_kernels, index_tables  # noqa: E402
+from sglang_dsa_plugin.kernels.triton import index_scores_kernels, index_scores_row, index_tables  # noqa: E402
 from tests.cpu.kernels.ptx_sums import sums  # noqa: E402
 from tests.cpu.kernels.test_triton_index_compiles import compiled, gpu_of, kinds, score_types  # noqa: E402
 
@@ -18,11 +18,13 @@ full = pytest.mark.full  # a kernel takes seconds to compile
 
 
 def streamed(name, kind, heads, rows, requests):
-    """PTX of the kernel that streams keys, as rows of so many requests are given it."""
+    """PTX of the kernel that streams keys, as rows of so many requests are given it; a single row has its own."""
     tiles = index_tables.stream_tiles(gpu_of(name), kind, heads, rows, requests)
-    constants = {"H": heads, "HP": heads, "G": tiles.bundle, "BN": tiles.keys, "KIND": kind, "FILL": False}
-    constants |= {"ROWS": index_tables.power_of_two(rows), "STAGES": tiles.stages}
-    kernel = index_scores_kernels.keys_kernel
+    constants = {"H": heads, "HP": heads, "BN": tiles.keys, "KIND": kind, "STAGES": tiles.stages, "FILL": False}
+    kernel = index_scores_row.row_kernel
+    if rows > 1:
+        constants |= {"G": tiles.bundle, "ROWS": index_tables.power_of_two(rows)}
+        kernel = index_scores_kernels.keys_kernel
     return compiled(kernel, name, constants, tiles.warps, **score_types(kind)).asm["ptx"]
 
 
