@@ -221,6 +221,18 @@ def test_what_a_launch_is_handed(monkeypatch):
         assert given[16:21] == [50, 70, 256, 256, 1]
 
 
+@pytest.mark.parametrize("layout", sparse_mla_portable.LAYOUTS)
+def test_splits_cover_all_picks_and_fill_the_gpu_once(layout):
+    """A split has two tiles or more, unless there is only one, and a row's splits are no more than find a place."""
+    gpu = index_tables.Gpu("cuda", 80, 108, 163)
+    shapes = ((1, 128, 2048), (1, 64, 2048), (1, 128, 20), (1, 128, 33), (16, 64, 2048), (300, 128, 513))
+    for rows, heads, picks in shapes:
+        plan = sparse_mla_portable.choose(gpu, layout, rows, heads, picks)
+        assert plan.split_picks * (plan.splits - 1) < picks <= plan.split_picks * plan.splits
+        assert plan.split_picks >= min(64, -(-picks // 32) * 32) and plan.split_picks % 32 == 0
+        assert plan.splits == 1 or rows * plan.splits * -(-heads // plan.heads) <= gpu.processors
+
+
 def test_too_little_shared_memory_is_said(monkeypatch):
     monkeypatch.setattr(sparse_mla_portable.index_tables, "gpu_of", lambda _: index_tables.Gpu("cuda", 86, 84, 99))
     q, rows = torch.zeros(2, 64, 576, dtype=torch.bfloat16), torch.zeros(N, 656, dtype=torch.uint8)
