@@ -40,7 +40,8 @@ def test_a_graph_gives_times():
     recorded = {"ours": clock.record([lambda i=i: case.ours(i, None) for i in inputs])}
     samples = bench_timing.interleave(clock, recorded, 4, 3)["ours"]
     assert len(samples) == 3 and all(us > 1 for us in samples)
-    assert clock.peak_bytes(lambda: torch.empty(1 << 20, device="cuda")) == 1 << 22
+    # Where the allocator finds a hole of at most a MiB more, it gives the whole of it.
+    assert 1 << 22 <= clock.peak_bytes(lambda: torch.empty(1 << 20, device="cuda")) <= (1 << 22) + (1 << 20)
 
 
 def test_the_command_measures_a_case(tmp_path):

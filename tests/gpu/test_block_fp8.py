@@ -6,6 +6,11 @@ of log-probabilities, as a share of how much the twin's vary over the vocabulary
 of Hugging Face's twin with and without that rounding (tests/oracle/block_fp8.py). Every expert takes part, since with a
 choice of two in eight a rounding flips one, which moves a position by more than all else. Past k the same rounding
 makes other picks, in both alike.
+
+Neighbouring blocks have other scales. With the oracle in the server's place, scales moved by one block come to this
+many times what is allowed: in all o_proj 4.6, q_a_proj 4.0, kv_a_proj 5.2, gates 2.8, experts 1.14, the indexers' wq_b
+1.31 and wk 1.26 (past k); without a fault 0.79 to 0.89. Those of the shared experts alone (1.00) or of the indexer of
+one layer (0.92) do not show; each kind of layer is held bit for bit in tests/cpu/adapter/test_fp8_weights.py.
 """
 
 from dataclasses import dataclass
@@ -47,7 +52,7 @@ def test_answers_as_its_twin(tmp_path, record_testsuite_property):
         quant="fp8-block", twin=twin,
     )  # fmt: skip
     assert any("indexer" in name for name in made.quantized)
-    assert block_fp8.scale_every_block(quantised, twin) > len(made.quantized) // 2
+    block_fp8.scale_by_place(quantised, twin)
     rows = {}
     for name, directory in (("fp8", quantised), ("twin", twin)):
         spec = ServerSpec(f"block-{name}", Made(directory=str(directory)), ARGS, ENV)

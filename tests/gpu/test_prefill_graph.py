@@ -40,9 +40,11 @@ def differences(a, b):
 
 
 def assert_near(past_k, allowed):
-    """One position in ten may have other picks."""
-    outside = (past_k > allowed).float().mean() if len(past_k) else 0.0
-    assert outside <= 0.1, (float(outside), float(past_k.max()), allowed)
+    """One position in ten may have other picks; the last, behind which the padding of a graph lies, by a little."""
+    if not len(past_k):
+        return
+    outside = float((~(past_k <= allowed)).float().mean())
+    assert outside <= 0.1 and past_k[-1] <= 4 * allowed, (outside, float(past_k.max()), float(past_k[-1]), allowed)
 
 
 def first_and_path(server, prompts):  # noqa: F811
@@ -83,7 +85,7 @@ def test_a_graph_answers_as_eager(server, record_testsuite_property):  # noqa: F
     allowed = bound(server, [n for n in LENGTHS if n <= 400])
     text = f"up to k {[f'{d:.2g}' for d in up_to_k]} of {allowed:.3g}, past k {float(torch.cat(past_k).max()):.3g}"
     record_testsuite_property(server.spec.name, f"graph against eager: {text}")
-    assert max(up_to_k) <= allowed
+    assert all(difference <= allowed for difference in up_to_k)
     for far in past_k:
         assert_near(far, allowed)
 

@@ -1,4 +1,4 @@
-"""What rounding of activations does to a block-fp8 model, and checkpoints in which every block has a scale of its own.
+"""What rounding of activations does to a block-fp8 model, and checkpoints in which neighbouring blocks differ in scale.
 
 A block-fp8 layer multiplies e4m3 weights with activations that are rounded to e4m3, too, with one scale for each 128
 values of a row (SGLang 0.5.23, `per_token_group_quant_fp8`). Its dequantised twin does not round them. How far the two
@@ -56,21 +56,18 @@ def logprobs(twin: Path, tokens: list[int], rounded: bool) -> torch.Tensor:
     return result
 
 
-def scale_every_block(quantised: Path, twin: Path, seed: int = 0) -> int:
-    """Multiply each block of 128 x 128 by 1/2, 1 or 2, in a block-fp8 checkpoint and in its twin; blocks changed.
+def scale_by_place(quantised: Path, twin: Path) -> None:
+    """Multiply each block of 128 x 128 by 1/2, 1 or 2, no two neighbours alike, in a block-fp8 checkpoint and its twin.
 
     Random weights all come out with the same scale, and a scale taken from another block would show nothing.
     """
-    generator = torch.Generator().manual_seed(seed)
-    (fp8, exact), changed = (load_file(directory / "model.safetensors") for directory in (quantised, twin)), 0
+    fp8, exact = (load_file(directory / "model.safetensors") for directory in (quantised, twin))
     for name in [name for name in fp8 if name.endswith("_scale_inv")]:
-        scale = fp8[name]
-        factor = torch.exp2(torch.randint(-1, 2, scale.shape, generator=generator).float())
+        rows, columns = (torch.arange(size) for size in fp8[name].shape)
+        factor = torch.exp2((rows.unsqueeze(1) + columns) % 3 - 1.0)
         weight = exact[name.removesuffix("_scale_inv")]
         spread = factor.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: weight.shape[0], : weight.shape[1]]
-        fp8[name] = scale * factor
+        fp8[name] = fp8[name] * factor
         weight.mul_(spread)
-        changed += int((factor != 1).sum())
     for directory, tensors in ((quantised, fp8), (twin, exact)):
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return changed
