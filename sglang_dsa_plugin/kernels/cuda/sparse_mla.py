@@ -50,6 +50,7 @@ class Form:
             "HAS_SINK": int(sink),
             "SLOTS64": int(wide_slots),
             "LANES_ARRIVE": int(LANES_ARRIVE or cluster > 1),
+            "READERS_FENCE": int(LANES_ARRIVE),
         }
 
     @property

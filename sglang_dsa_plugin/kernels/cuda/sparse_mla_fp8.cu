@@ -71,7 +71,7 @@ __device__ void copies(const Arguments& a, const Shared& s, u32 rank) {
             u32 mask = __ballot_sync(~0u, slot >= 0) & 0xffff;
             full = s.full + 8 * turn.stage;
             barrier_wait(s.empty + 8 * turn.stage, turn.parity);
-            // Queries may have lain there, which came by other means.
+            // What lay there was read, and queries were written, by other means than bulk copies.
             fence_bulk();
             if (lane == 0) {
                 ((u16*)&info[turn.stage].mask)[warp] = mask;
@@ -100,6 +100,7 @@ __device__ void scores(const Arguments& a, const Shared& s) {
         Queries q;
         barrier_wait(s.full + 8 * turn.stage, turn.parity);
         q.load(s.ring + turn.stage * STAGE_BYTES, lane);
+        done_reading();
         warp_arrive(s.empty + 8 * turn.stage, lane == 0);
         turn.next();
 
@@ -125,6 +126,7 @@ __device__ void scores(const Arguments& a, const Shared& s) {
                 these.run<0, true>(q, rows, s.floats(scales), steps);
                 hand.next();
             }
+            done_reading();
             warp_arrive(s.empty + 8 * turn.stage, lane == 0);
 #pragma unroll
             for (int n = 0; n < LANE_TILES; n++)
@@ -230,6 +232,7 @@ __device__ void sums(const Arguments& a, const Shared& s) {
                     }
                 }
             }
+            done_reading();
             warp_arrive(s.taken + 8 * hand.stage, s.empty + 8 * turn.stage, lane == 0);
             hand.next();
         }

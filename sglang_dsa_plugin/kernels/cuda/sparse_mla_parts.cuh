@@ -9,7 +9,8 @@
 //
 // and the functions that are declared below the structures.
 //
-// Compile-time: CLUSTER, STAGES, HEADS, HAS_LENGTHS, HAS_SINK, SLOTS64, LANES_ARRIVE (kernels/cuda/sparse_mla.py).
+// Compile-time: CLUSTER, STAGES, HEADS, HAS_LENGTHS, HAS_SINK, SLOTS64, LANES_ARRIVE, READERS_FENCE
+// (kernels/cuda/sparse_mla.py).
 // HEADS: 16, or 8 where a row of queries has no more; products have 16 all the same.
 
 #include "warps.cuh"
@@ -51,6 +52,12 @@ __device__ __forceinline__ void warp_arrive(u32 at, u32 other, bool first) {
         barrier_arrive(at);
         barrier_arrive(other);
     }
+}
+
+// Before a warp gives back what bulk copies fill next: the copying group has the fence that this needs, between its wait
+// and its copies. READERS_FENCE puts one here, too, behind the reads themselves (docs/architecture.md).
+__device__ __forceinline__ void done_reading() {
+    if (READERS_FENCE) fence_bulk();
 }
 
 // Arrivals of a copying warp at a place of the ring: with copies of 16 bytes each lane's, and its word that what comes with

@@ -74,15 +74,17 @@ def test_sparse_mla(layout, cluster, heads):
 
 
 def test_sparse_mla_as_racecheck_follows_it(monkeypatch):
-    def lanes(form, cluster):
-        return form.defines(cluster, lengths=True, sink=True, wide_slots=False)["LANES_ARRIVE"]
+    def made(form, cluster):
+        defines = form.defines(cluster, lengths=True, sink=True, wide_slots=False)
+        return defines["LANES_ARRIVE"], defines["READERS_FENCE"]
 
     for form in sparse_mla.FORMS.values():
-        assert [lanes(form, cluster) for cluster in (1, 2, 8)] == [0, 1, 1]
+        assert [made(form, cluster) for cluster in (1, 2, 8)] == [(0, 0), (1, 0), (1, 0)]
     monkeypatch.setattr(sparse_mla, "LANES_ARRIVE", True)
     for form in sparse_mla.FORMS.values():
+        assert [made(form, cluster) for cluster in (1, 2, 8)] == [(1, 1)] * 3
         defines = form.defines(1, lengths=True, sink=True, wide_slots=False)
-        assert lanes(form, 1) == 1 and form.name in program.compile_only(form.source, "sm_90a", defines)[1]
+        assert form.name in program.compile_only(form.source, "sm_90a", defines)[1]
 
 
 def test_a_lane_speaks_for_its_warp_through_warp_arrive_only():
