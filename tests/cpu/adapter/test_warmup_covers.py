@@ -1,10 +1,12 @@
 """The prompts of the warm-up, with decode's graphs, make every kernel compile that random prompts meet later.
 
 The launch code runs on tensors without memory, as on an H200, and instead of a kernel a recorder notes what Triton
-compiles by: the kernel, its constants, the kinds of its tensors, and which of its numbers are 1 or a multiple of 16.
+compiles by: the kernel, its constants, the kinds of its tensors, whether their addresses are multiples of 16 bytes, and
+which of its numbers are 1 or a multiple of 16.
 """
 
 import functools
+import math
 import random
 import sys
 import types
@@ -79,7 +81,8 @@ class Recorder:
 
     def kind(self, name, value):
         if isinstance(value, torch.Tensor):
-            return str(value.dtype)
+            aligned = value.storage_offset() * value.element_size() % 16 == 0
+            return str(value.dtype) if aligned else f"{value.dtype} off a bound of 16 bytes"
         parameter = next((p for p in self.kernel.params if p.name == name), None)
         if parameter is None or parameter.is_constexpr:
             return repr(value)
@@ -236,7 +239,7 @@ def test_no_step_meets_a_kernel_that_is_not_there(
         requests, each = round(2 ** rng.uniform(0, 11)), rng.choice([1, 2, 3, 4])
         step(requests * each + rng.choice([0, 0, 1]), requests, past_topk(), *model)
     for _ in range(300):  # decode outside of graphs
-        rows = round(2 ** rng.uniform(0 if graphs == [] else 8, 11))
+        rows = round(2 ** rng.uniform(math.log2(max(graphs, default=1)), 11))
         step(rows, rows, past_topk(), *model, decode=True)
     missing = seen - before
     assert not missing, "\n".join(map(str, missing))
