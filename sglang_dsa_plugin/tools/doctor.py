@@ -67,7 +67,10 @@ def examine() -> Report:
         try:
             part(report)
         except Exception as error:
-            report.problems.append(f"{part.__name__.strip('_')}: {type(error).__name__}: {error}")
+            says_all = refusals.is_refusal(error)
+            where = "" if says_all else f"{part.__name__.strip('_')}: {type(error).__name__}: "
+            report.problems.append(f"{where}{error}")
+    report.problems = list(dict.fromkeys(report.problems))
     return report
 
 
@@ -97,6 +100,7 @@ def _platform(report: Report) -> None:
         return
     from sglang_dsa_plugin.adapter.platform import choose_platform
 
+    settings.plugin_enabled()  # a bad value is told as what it is
     path, reason = choose_platform()
     report.platform = {"class": path, "reason": reason}
     if path is None:
