@@ -218,7 +218,7 @@ def operator_choices(
         for asked in (*forced[use].parts, forced[use]):
             try:
                 choice = ask(use, asked.implementation, rows)
-            except ValueError as error:
+            except support.NotServed as error:
                 raise Refusal(f"{asked.flag} cannot be served here: {error}; leave the flag out") from None
         return replace(choice, reason=f"by {forced[use].flag}")
 

@@ -27,6 +27,7 @@ from sglang_dsa_plugin.support_row import (
     MANY_ROWS,
     ROW_STEPS,
     Implementation,
+    NotServed,
     Request,
     Where,
     sm_name,
@@ -38,6 +39,7 @@ __all__ = [
     "MEASURED",
     "Choice",
     "Implementation",
+    "NotServed",
     "Request",
     "Where",
     "choose",
@@ -118,8 +120,8 @@ def choose(
     """Pick the implementation of `operator` for this device and these features (dtype: of q; rows: query rows;
     packages, planned: see Request).
 
-    `impl` forces a row by name. Raises ValueError when the operator is unknown, when a forced row does not exist or
-    cannot run here (with its reason), or when no row can.
+    `impl` forces a row by name. Raises NotServed, a ValueError, when a forced row cannot run here (with its reason) or
+    no row can; ValueError for an operator or a row that there is not.
     """
     kind = device if isinstance(device, str) else device.type
     kind = kind.split(":")[0]
@@ -189,7 +191,7 @@ def _choose(operator: str, impl: str | None, asked: Request) -> Choice:
             return Choice(row, reason, rejected)
         rejected[row.name] = why
     what = f"impl={impl!r} cannot run here" if impl else "no implementation can run here"
-    raise ValueError(f"{operator}: {what}: " + "; ".join(f"{n}: {w}" for n, w in rejected.items()))
+    raise NotServed(f"{operator}: {what}: " + "; ".join(f"{n}: {w}" for n, w in rejected.items()))
 
 
 @functools.cache

@@ -35,6 +35,12 @@ HEADS = frozenset(range(1, 129))
 INDEX_MAX_K = 4096
 
 
+class NotServed(ValueError):
+    """Nothing can do here what is asked of an operator, or not what was named; the message says why not. An operator or
+    a name that there is not is a plain ValueError: the caller is wrong, and not the machine.
+    """
+
+
 @dataclass(frozen=True)
 class Request:
     """What is asked of an operator; None where it does not matter or is not known yet.

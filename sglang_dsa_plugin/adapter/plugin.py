@@ -19,11 +19,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Status:
-    """What became of the plugin in this process: "not loaded", "off", "active" or "failed" with the error."""
+    """What became of the plugin in this process: "not loaded", "off", "active" or "failed" with the error. refused:
+    nothing is broken, and the error says all there is to know.
+    """
 
     state: str = "not loaded"
     error: str = ""
     details: str = ""
+    refused: bool = False
     hooks: list[str] = field(default_factory=list)
 
 
@@ -53,12 +56,19 @@ def register() -> None:
         says_all = _is_own(error)
         STATUS.error = str(error) if says_all else f"{type(error).__name__}: {error}"
         STATUS.details = "" if says_all else traceback.format_exc()
+        STATUS.refused = _is_bad_setting(error)
         _refuse_to_serve_dsa()
 
 
 def _is_own(error: BaseException) -> bool:
     """Whether it is one of this package's exceptions, whose text says what is wrong and where."""
     return type(error).__module__.startswith("sglang_dsa_plugin.")
+
+
+def _is_bad_setting(error: BaseException) -> bool:
+    """Without an import, which may be what failed."""
+    settings = sys.modules.get("sglang_dsa_plugin.settings")
+    return settings is not None and isinstance(error, settings.BadSetting)
 
 
 def _stop() -> None:
@@ -97,7 +107,11 @@ def _model_has_index_topk(server_args: object) -> bool:
 
 
 def failure_message() -> str:
-    """One sentence on what failed and the two ways out."""
+    """One sentence on what failed and the two ways out; of a refusal what every refusal is told as."""
+    if STATUS.refused:
+        from sglang_dsa_plugin.adapter import refusals
+
+        return f"{refusals.PREFIX}{STATUS.error}"
     return (
         f"sglang-dsa-plugin could not start: {STATUS.error}. The server does not start, because it would silently run "
         "another attention backend. Remedy: run `sglang-dsa doctor` and install the versions it names, or set "

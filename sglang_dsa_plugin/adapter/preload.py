@@ -14,6 +14,7 @@ import torch
 from sglang_dsa_plugin import plan, settings
 from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
 from sglang_dsa_plugin.kernels.cuda import prepare
+from sglang_dsa_plugin.support_row import SOME_ROWS
 
 if TYPE_CHECKING:
     from sglang_dsa_plugin.adapter.pool import DsaPool
@@ -30,6 +31,7 @@ ROWS_OF_REQUESTS = tuple(1 << power for power in range(11))
 ROWS_EACH = (1, 2, 4)
 # Scores and selection in one whose selection is this package's on a GPU.
 _SELECTS_BY_OURS = ("triton", "deep_gemm")
+_PORTABLE = "cuda_portable"  # how names of sparse attention for GPUs without a vendor's kernel begin
 
 
 def load_kernels(
@@ -48,19 +50,30 @@ def load_kernels(
     attention = choices["sparse_mla"].names | choices["sparse_mla_prefill"].names
     # Asked for by name, Triton selects as well, and NVRTC need not work.
     selects = choices["index_select_paged"].name in _SELECTS_BY_OURS and settings.forced_impl() != "triton"
-    begun = time.monotonic()
     columns = context + PAGE_SIZE if selects else 0
-    portable = (layout, heads) if any(name.startswith("cuda_portable") for name in attention) else None
+    portable = None
+    if any(name.startswith(_PORTABLE) for name in attention):
+        # Asked for by name it runs with fewer rows than the table gives it.
+        by_name = (settings.forced_impl() or "").startswith(_PORTABLE)
+        portable = layout, heads, 1 if by_name else SOME_ROWS
+    begun = time.monotonic()
     found = prepare.prepare(device, columns, config.index_topk, layout if "cuda" in attention else None, portable)
+    compiled = time.monotonic()
     load_scores(choices, config, pool, requests)
-    if (took := time.monotonic() - begun) > _WORTH_A_LINE:
-        logger.info("sglang-dsa-plugin loaded %d kernels in CUDA C++ and those of index scores in %.1f s", found, took)
+    if (done := time.monotonic()) - begun > _WORTH_A_LINE:
+        logger.info(
+            "sglang-dsa-plugin loaded %d kernels in CUDA C++ in %.1f s, and those of index scores by Triton and "
+            "DeepGEMM, which are not counted, in %.1f s",
+            found,
+            compiled - begun,
+            done - compiled,
+        )
 
 
 def load_scores(choices: dict[str, Choice], config: DsaConfig, pool: DsaPool, requests: int) -> None:
     """Have the scores compiled that neither decode's graphs nor the warm-up bring: Triton's for a few rows of each of
-    many requests, DeepGEMM's for decode outside of graphs. Never raises: a server that compiles late is better than
-    none.
+    many requests, whoever selects from them; DeepGEMM's for decode outside of graphs, where as many requests as it is
+    taken from on may run. Never raises: a server that compiles late is better than none.
     """
     decode = choices["index_select_paged"]
     prefill = choices.get(plan.INDEX_PREFILL, decode)
@@ -70,13 +83,16 @@ def load_scores(choices: dict[str, Choice], config: DsaConfig, pool: DsaPool, re
     from sglang_dsa_plugin.kernels.triton import index_select
 
     sizes = config.index_n_heads, config.index_topk
+    of_decode = decode.steps or ((0, decode.implementation),)
+    taken = [row for _, row in (*of_decode, *prefill.steps)] + [prefill.implementation]
+    ours = any(row.name == "triton" for row in taken)
     try:
-        if "triton" in decode.names | prefill.names:
+        if ours or any(dict(row.arguments).get("scores") == "triton" for row in taken):
             for rows, each in itertools.product(ROWS_OF_REQUESTS, ROWS_EACH):
                 if 0 < rows // each < 2 * requests:
-                    index_select.load(pages, *sizes, rows, each)
-        for row in {decode.implementation, *(row for _, row in decode.steps)}:
-            if row.plans is not None:
+                    index_select.load(pages, *sizes, rows, each, selection=ours)
+        for least, row in of_decode:
+            if row.plans is not None and least <= requests:
                 from sglang_dsa_plugin.kernels.vendor import deep_gemm_load
 
                 deep_gemm_load.load(pages, *sizes, requests, **dict(row.arguments))

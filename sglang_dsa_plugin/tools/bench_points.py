@@ -105,7 +105,7 @@ def implementations(point: Point, device: torch.device) -> list[str]:
         }
         try:
             support.choose(OPERATOR, device=device, impl=row.name, **features)
-        except ValueError:
+        except support.NotServed:
             continue
         if row.name != "torch":
             found.append(row.name)

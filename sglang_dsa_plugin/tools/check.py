@@ -66,7 +66,7 @@ def verdicts_on(device: str, only: str = "") -> list[Verdict]:
                     continue
                 try:
                     support.choose(case.operator, device=where, impl=row.name, **case.features)  # type: ignore[arg-type]
-                except ValueError:
+                except support.NotServed:
                     continue
                 key = (case.operator, row.name)
                 verdict = found.setdefault(key, Verdict(*key, device, 0, 0.0, ""))

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from sglang_dsa_plugin import __version__, settings
+from sglang_dsa_plugin.adapter import refusals
 from sglang_dsa_plugin.tools import kernel_packages
 
 PACKAGES = ("sglang", "torch", "transformers", "triton")
@@ -66,7 +67,10 @@ def examine() -> Report:
         try:
             part(report)
         except Exception as error:
-            report.problems.append(f"{part.__name__.strip('_')}: {type(error).__name__}: {error}")
+            says_all = refusals.is_refusal(error)
+            where = "" if says_all else f"{part.__name__.strip('_')}: {type(error).__name__}: "
+            report.problems.append(f"{where}{error}")
+    report.problems = list(dict.fromkeys(report.problems))
     return report
 
 
@@ -96,6 +100,7 @@ def _platform(report: Report) -> None:
         return
     from sglang_dsa_plugin.adapter.platform import choose_platform
 
+    settings.plugin_enabled()  # a bad value is told as what it is
     path, reason = choose_platform()
     report.platform = {"class": path, "reason": reason}
     if path is None:
@@ -144,7 +149,8 @@ def _operator(report: Report, operator: str, device: str, sm: int | None) -> dic
         choice = support.choose(operator, device=device, sm=sm, impl=plan.forced_impl(operator), rows=1)
         choice.implementation.load()
     except Exception as error:
-        report.problems.append(str(error) if isinstance(error, ValueError) else f"{operator}: {error!r}")
+        says_all = isinstance(error, support.NotServed) or refusals.is_refusal(error)
+        report.problems.append(str(error) if says_all else f"{operator}: {error!r}")
         return {"implementation": None, "reason": str(error)}
     return {"implementation": choice.name, "reason": choice.reason}
 
@@ -152,15 +158,15 @@ def _operator(report: Report, operator: str, device: str, sm: int | None) -> dic
 def _plan(report: Report, model_dtype: str, kv_cache_dtype: str, device: str, sm: int | None) -> dict[str, Any]:
     import torch
 
-    from sglang_dsa_plugin import plan
+    from sglang_dsa_plugin import plan, support
 
     row: dict[str, Any] = {"model_dtype": model_dtype, "kv_cache_dtype": kv_cache_dtype}
     try:
         found = plan.plan_serving(
             model_dtype=getattr(torch, model_dtype), kv_cache_dtype=kv_cache_dtype, device=device, sm=sm
         )
-    except ValueError as error:
-        # Any other ValueError is an operator without an implementation, which is a problem already.
+    except (plan.Refusal, support.NotServed) as error:
+        # An operator without an implementation is a problem already.
         if isinstance(error, plan.Refusal):
             report.problems.append(f"a {model_dtype} model with --kv-cache-dtype {kv_cache_dtype}: {error}")
         return row | {"refused": str(error)}

@@ -251,20 +251,22 @@ def test_cause_of_death_is_the_exception_and_not_the_noise(tmp_path):
     log = tmp_path / "serve.log"
     log.write_text(
         "INFO: fine so far\nTraceback (most recent call last):\n  File 'x.py', line 1, in f\n    g()\n"
-        "sglang_dsa_plugin.plan.Refusal: --page-size 32 cannot be served for a DSA model\n[2030-01-01] Killed: later\n"
+        "ValueError: 300 MiB are left for the KV cache, lower it\n[2030-01-01] Killed: later\n"
     )
     told = serve_wait.died(1, log)
     assert told.splitlines() == [
         f"the server ended with status 1; its log: {log}",
-        "  sglang_dsa_plugin.plan.Refusal: --page-size 32 cannot be served for a DSA model",
+        "  ValueError: 300 MiB are left for the KV cache, lower it",
     ]
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        "sglang-dsa-plugin could not start: ContractError: sglang 0.4 is outside the supported range.",
+        "sglang-dsa-plugin could not start: sglang 0.7.1 is outside the supported range <0.6,>=0.5.23; install "
+        "sglang==0.5.23 (sglang 0.7.1 installed, 0.5.23 tested; remedy: pip install sglang==0.5.23). The server does",
         "sglang-dsa-plugin: error: --page-size 32 cannot be served for a DSA model",
+        "sglang-dsa-plugin: error: SGLANG_DSA_PLUGIN='yes' is not allowed; use one of on, off",
         "launch_server.py: error: unrecognized arguments: --nonsense",
         "sglang serve: error: unrecognized arguments: --nonsense",
     ],

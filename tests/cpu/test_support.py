@@ -100,7 +100,7 @@ def test_rows_are_selected_in_cuda_where_it_was_measured(operator):
     assert choice(k=4097).name == "torch"
     assert choice(sm=100, impl="cuda").name == "cuda"
     assert "measured on SM 9.0 only" in choice(sm=120).reason
-    with pytest.raises(ValueError, match=r"built for SM 9\.0, 10\.0, .*, this GPU is SM 8\.0"):
+    with pytest.raises(support.NotServed, match=r"built for SM 9\.0, 10\.0, .*, this GPU is SM 8\.0"):
         choice(sm=80, impl="cuda")
 
 
@@ -130,13 +130,14 @@ def test_a_package_counts_where_its_condition_holds(monkeypatch, own_rows):
     assert missing.rejected == {"fast": "other is not installed"}
 
 
-def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="unknown operator 'nothing'"):
+def test_unknown_names_are_mistakes_and_not_refusals():
+    with pytest.raises(ValueError, match="unknown operator 'nothing'") as operator:
         support.choose("nothing", device="cpu")
     with pytest.raises(
         ValueError, match="impl='numba' does not exist; it has sgl_kernel, flashinfer, torch_topk, cuda, triton, torch"
-    ):
+    ) as name:
         support.choose("topk", device="cpu", impl="numba")
+    assert operator.type is name.type is ValueError
 
 
 def fast(**features) -> Implementation:
@@ -164,7 +165,7 @@ def test_a_row_that_cannot_serve_is_passed_over_with_its_reason(own_rows, featur
     choice = support.choose("sparse_mla", **asked)
     assert choice.name == "torch"
     assert choice.rejected == {"fast": why} and why in choice.reason
-    with pytest.raises(ValueError, match="impl='fast' cannot run here"):
+    with pytest.raises(support.NotServed, match="impl='fast' cannot run here"):
         support.choose("sparse_mla", impl="fast", **asked)
 
 

@@ -83,7 +83,7 @@ def paths(
                 continue
             try:
                 support.choose(case.operator, device=device, impl=row.name, sm=sm, **case.features)
-            except ValueError:
+            except support.NotServed:
                 continue
             extra = case.label if case.label.startswith("+") else ""
             key = (case.operator, row.name, case.features.get("layout"), _heads_of(case), extra)

@@ -20,7 +20,7 @@ from sglang.srt.arg_groups.model_override_base import model_config_of, resolving
 from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-from sglang_dsa_plugin import plan, settings
+from sglang_dsa_plugin import plan, settings, support
 from sglang_dsa_plugin.adapter import refusals
 from sglang_dsa_plugin.backend import dense_fallback
 from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
@@ -98,9 +98,7 @@ def _plan(server_args: Any, user: dict[str, Any], flags: KernelFlags, dsa: DsaCo
             index_heads=dsa.index_n_heads,
             topk=dsa.index_topk,
         )
-    except ValueError as error:
-        if refusals.is_refusal(error):
-            raise
+    except support.NotServed as error:
         forced = settings.forced_impl()
         remedy = (
             f"leave SGLANG_DSA_PLUGIN_IMPL={forced} out"

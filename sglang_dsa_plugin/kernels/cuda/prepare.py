@@ -12,7 +12,7 @@ import torch
 
 from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
 from sglang_dsa_plugin.kernels.triton import index_tables
-from sglang_dsa_plugin.support_row import SOME_ROWS, unusable
+from sglang_dsa_plugin.support_row import unusable
 
 from . import program, select, sparse_mla, sparse_mla_portable, tables
 
@@ -22,11 +22,11 @@ Form = select.Form  # of any kernel
 
 
 def server_forms(
-    gpu: index_tables.Gpu, columns: int, k: int, layout: str | None, portable: tuple[str, int] | None = None
+    gpu: index_tables.Gpu, columns: int, k: int, layout: str | None, portable: tuple[str, int, int] | None = None
 ) -> list[Form]:
     """The forms that steps of a server take on this GPU: selection of k from up to `columns` scores (0: none) with
-    positions and slots written, and sparse attention on rows of `layout` (None: none). portable: (layout, heads) where
-    the kernel for GPUs without a vendor's is taken.
+    positions and slots written, and sparse attention on rows of `layout` (None: none). portable: (layout, heads,
+    fewest rows) where the kernel for GPUs without a vendor's is taken.
     """
     shapes = tables.select_shapes(gpu, columns, k, PAGE_SIZE)
     forms: list[Form] = [select.form(shape, select.BOTH, PAGE_SIZE) for shape in shapes]
@@ -37,8 +37,8 @@ def server_forms(
                 macros = form.defines(cluster, lengths=True, sink=False, wide_slots=False, heads=heads)
                 forms.append((form.source, form.name, macros, form.shared_bytes))
     if portable is not None:
-        rows_layout, heads = portable
-        few_and_many = [sparse_mla_portable.choose(gpu, rows_layout, rows, heads, k) for rows in (SOME_ROWS, 1 << 20)]
+        rows_layout, heads, fewest = portable
+        few_and_many = [sparse_mla_portable.choose(gpu, rows_layout, rows, heads, k) for rows in (fewest, 1 << 20)]
         for plan in dict.fromkeys(filter(None, few_and_many)):
             macros = plan.defines(lengths=True, sink=False, wide_slots=False, pdl=bool(gpu.sm and gpu.sm >= 90))
             forms.append((sparse_mla_portable.SOURCE, sparse_mla_portable.NAME, macros, plan.shared_bytes))
@@ -46,7 +46,7 @@ def server_forms(
 
 
 def prepare(
-    device: torch.device, columns: int, k: int, layout: str | None, portable: tuple[str, int] | None = None
+    device: torch.device, columns: int, k: int, layout: str | None, portable: tuple[str, int, int] | None = None
 ) -> int:
     """Load those forms on a CUDA device; returns how many, none where there is nothing to compile them with and the
     support table takes other kernels. Raises RuntimeError with the compiler's log.

@@ -91,9 +91,9 @@ def paged(
     return _select(score, lengths, width, topk, init_tokens, local_tokens, budget_bytes, where, None, slots_out)
 
 
-def load(pages: torch.Tensor, heads: int, topk: int, rows: int, each: int = 1) -> None:
+def load(pages: torch.Tensor, heads: int, topk: int, rows: int, each: int = 1, *, selection: bool = True) -> None:
     """Have the kernels of `paged` compiled for so many rows, `each` of every request, none of which has a key.
-    pages: index pages of any layer.
+    pages: index pages of any layer. selection: without it those of the scores alone.
     """
     device, width = pages.device, topk // PAGE_SIZE + 2
 
@@ -104,10 +104,15 @@ def load(pages: torch.Tensor, heads: int, topk: int, rows: int, each: int = 1) -
         q = zeros(rows, heads, INDEX_DIM, dtype=torch.uint8).view(FP8)
     else:
         q = zeros(rows, heads, INDEX_DIM, dtype=pages.dtype)
-    gate, slots = zeros(rows, heads, dtype=torch.float32), zeros(rows, topk)
+    gate, lengths = zeros(rows, heads, dtype=torch.float32), zeros(rows)
     owner = torch.arange(rows, dtype=torch.int32, device=device) // each
     table = zeros(rows // each, width)
-    paged(q, pages, gate, zeros(rows), table, owner, topk, 0, 0, _ANY_BUDGET, slots_out=slots)
+    if selection:
+        slots = zeros(rows, topk)
+        paged(q, pages, gate, lengths, table, owner, topk, 0, 0, _ANY_BUDGET, slots_out=slots)
+    else:
+        scores = index_scores.new_scores(rows, width * PAGE_SIZE, device)
+        index_scores.score_paged(scores, q, pages, gate, lengths, table, owner)
 
 
 def _select(

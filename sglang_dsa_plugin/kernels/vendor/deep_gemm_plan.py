@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 EAGER_ROWS = 256  # rows a call of a step outside of graphs
 COMPILED_ROWS = 32  # a schedule's kernel serves so many rows more than the one before
+_ALIGNED_ROWS = 4  # lengths of so many rows are 16 bytes
 _ROWS = 2048  # rows a call: the schedule keeps a number a row in shared memory (deepseek-ai/DeepGEMM#322)
 _ROWS_PER_PROCESSOR_FROM = 10  # major compute capability, from which on a call takes a row a processor
 
@@ -80,8 +81,16 @@ def make(
 
 
 def eager_group(rows: int, most: int) -> int:
-    """Rows a call, of a step outside of graphs of so many rows, where a call may have `most`: as even as they come."""
-    return -(-rows // -(-rows // min(most, EAGER_ROWS)))
+    """Rows a call, of a step outside of graphs of so many rows, where a call may have `most`: as even as they come in
+    multiples of COMPILED_ROWS, or of 4 where a call may not have so many. So what belongs to a row is as aligned in
+    every call as in the first: Triton compiles one kernel for all. Fewer than 4 are as many as they may be.
+    """
+    most = min(most, EAGER_ROWS)
+    if rows <= most:
+        return rows
+    unit = next((unit for unit in (COMPILED_ROWS, _ALIGNED_ROWS) if unit <= most), 1)
+    even = -(-rows // -(-rows // most))
+    return min(even + -even % unit, most - most % unit)
 
 
 @functools.cache

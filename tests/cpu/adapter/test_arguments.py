@@ -10,10 +10,11 @@ import torch
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, Phase, with_phase
 from sglang.srt.server_args import prepare_server_args
 
-from sglang_dsa_plugin import plan
+from sglang_dsa_plugin import plan, support
 from sglang_dsa_plugin.adapter.hooks import arguments
 from sglang_dsa_plugin.adapter.hooks.arguments import BACKEND_FIELDS, NOT_SERVED, refuse_flags
 from sglang_dsa_plugin.backend.dense_fallback import GRAPH_SIZES
+from sglang_dsa_plugin.kernel_flags import KernelFlags
 
 CONFIG = types.SimpleNamespace(architecture="DeepseekV32ForCausalLM")
 # A value that asks for the feature, as the command line would give it.
@@ -93,6 +94,33 @@ def test_dsa_for_a_model_without_it_is_refused(monkeypatch, field, name):
     args = types.SimpleNamespace(**dict.fromkeys(BACKEND_FIELDS) | {field: name})
     with pytest.raises(ValueError, match=f"--{field.replace('_', '-')} {name}: Qwen has no index_topk"):
         arguments.adjust(args, lambda args: pytest.fail("the step ran"))
+
+
+def plan_that_ends(monkeypatch, error):
+    """`_plan` of a server whose plan raises that."""
+
+    def plan_serving(**_):
+        raise error
+
+    monkeypatch.setattr(plan, "plan_serving", plan_serving)
+    monkeypatch.setattr(arguments, "model_config_of", lambda _: types.SimpleNamespace(dtype=torch.bfloat16))
+    monkeypatch.setattr(arguments, "resolving_view", lambda _: types.SimpleNamespace(tp_size=1))
+    config = types.SimpleNamespace(architecture=CONFIG.architecture, num_heads=8, index_n_heads=4, index_topk=64)
+    arguments._plan(types.SimpleNamespace(), {}, KernelFlags(), config)
+
+
+@pytest.mark.parametrize(("impl", "remedy"), [("", "`sglang-dsa doctor` says"), ("cuda", "IMPL=cuda out")])
+def test_an_operator_that_nothing_computes_is_a_refusal(monkeypatch, impl, remedy):
+    monkeypatch.setenv("SGLANG_DSA_PLUGIN_IMPL", impl)
+    with pytest.raises(plan.Refusal, match=f"{CONFIG.architecture} cannot be served here: sparse_mla: no.*{remedy}"):
+        plan_that_ends(monkeypatch, support.NotServed("sparse_mla: no implementation can run here"))
+
+
+@pytest.mark.parametrize("error", [plan.Refusal("--page-size 32 cannot"), ValueError("a fault of this package")])
+def test_another_error_of_the_plan_stays_what_it_is(monkeypatch, error):
+    with pytest.raises(ValueError) as raised:
+        plan_that_ends(monkeypatch, error)
+    assert raised.value is error
 
 
 @pytest.fixture

@@ -104,11 +104,12 @@ def test_a_bad_value_of_the_switch_is_a_failure_not_a_guess(monkeypatch, fresh_s
     assert plugin.STATUS.error == "SGLANG_DSA_PLUGIN='maybe' is not allowed; use one of on, off"
     with pytest.raises(SystemExit) as stopped:
         run_step(fresh_status, "handle_deprecated_dp_attention", types.SimpleNamespace(attention_backend="dsa"))
-    assert stopped.value.code == plugin.failure_message()  # and no traceback
+    # One line, and no traceback.
+    assert stopped.value.code == f"sglang-dsa-plugin: error: {plugin.STATUS.error}" == plugin.failure_message()
 
 
 def test_what_is_broken_is_told_with_its_traceback(monkeypatch, fresh_status):
     monkeypatch.setitem(sys.modules, "sglang_dsa_plugin.adapter.hooks", None)
     plugin.register()
     assert plugin.STATUS.error.startswith("ModuleNotFoundError: ")
-    assert plugin.STATUS.details.startswith("Traceback")
+    assert plugin.STATUS.details.startswith("Traceback") and not plugin.STATUS.refused

@@ -1,10 +1,13 @@
 """The prompts of the warm-up, with decode's graphs, make every kernel compile that random prompts meet later.
 
 The launch code runs on tensors without memory, as on an H200, and instead of a kernel a recorder notes what Triton
-compiles by: the kernel, its constants, the kinds of its tensors, and which of its numbers are 1 or a multiple of 16.
+compiles by: the kernel, its constants, the kinds of its tensors, whether their addresses are multiples of 16 bytes, and
+which of its numbers are 1 or a multiple of 16.
 """
 
 import functools
+import itertools
+import math
 import random
 import sys
 import types
@@ -18,6 +21,7 @@ from sglang_dsa_plugin import plan, tuned
 from sglang_dsa_plugin.adapter import preload
 from sglang_dsa_plugin.adapter.hooks import warmup
 from sglang_dsa_plugin.cache.layouts import FP8, INDEX_PAGE_BYTES, LATENT_LAYOUTS
+from sglang_dsa_plugin.kernel_flags import KernelFlags
 from sglang_dsa_plugin.kernels.cuda import prepare, program
 from sglang_dsa_plugin.kernels.cuda import sparse_mla as sparse_mla_cuda
 from sglang_dsa_plugin.kernels.triton import (
@@ -79,7 +83,8 @@ class Recorder:
 
     def kind(self, name, value):
         if isinstance(value, torch.Tensor):
-            return str(value.dtype)
+            aligned = value.storage_offset() * value.element_size() % 16 == 0
+            return str(value.dtype) if aligned else f"{value.dtype} off a bound of 16 bytes"
         parameter = next((p for p in self.kernel.params if p.name == name), None)
         if parameter is None or parameter.is_constexpr:
             return repr(value)
@@ -236,17 +241,17 @@ def test_no_step_meets_a_kernel_that_is_not_there(
         requests, each = round(2 ** rng.uniform(0, 11)), rng.choice([1, 2, 3, 4])
         step(requests * each + rng.choice([0, 0, 1]), requests, past_topk(), *model)
     for _ in range(300):  # decode outside of graphs
-        rows = round(2 ** rng.uniform(0 if graphs == [] else 8, 11))
+        rows = round(2 ** rng.uniform(math.log2(max(graphs, default=1)), 11))
         step(rows, rows, past_topk(), *model, decode=True)
     missing = seen - before
     assert not missing, "\n".join(map(str, missing))
 
 
 @pytest.mark.parametrize(("heads", "packages", "plans"), [(64, "all", True), (64, "none", False), (32, "all", False)])
-@pytest.mark.parametrize("requests", [40, 2048])
+@pytest.mark.parametrize("requests", [15, 40, 2048])
 def test_scores_are_compiled_at_start(monkeypatch, heads, packages, plans, requests):
     triton, by_deep_gemm = [], []
-    monkeypatch.setattr(index_select, "load", lambda *given: triton.append(given))
+    monkeypatch.setattr(index_select, "load", lambda *given, selection: triton.append((*given, selection)))
     monkeypatch.setattr(deep_gemm_load, "load", lambda *given, **by: by_deep_gemm.append((given, by)))
     choices = plan.operator_choices(
         "cuda", "bf16_1152", 90, torch.bfloat16, 16, packages, index_heads=heads, topk=2048
@@ -256,15 +261,64 @@ def test_scores_are_compiled_at_start(monkeypatch, heads, packages, plans, reque
     pool = types.SimpleNamespace(index_pages=types.SimpleNamespace(buffer=[pages[:0], pages]))
     preload.load_scores(choices, config, pool, requests)
     # Powers of two: the last is the first that holds all rows of so many requests.
-    for each, last in ((1, 64), (2, 128), (4, 256)) if requests == 40 else ((1, 1024), (2, 1024), (4, 1024)):
+    most = {15: (16, 32, 64), 40: (64, 128, 256), 2048: (1024, 1024, 1024)}[requests]
+    for each, last in zip((1, 2, 4), most):
         rows = [given[3] for given in triton if given[4] == each]
         assert rows[-1] == last and rows == [1 << p for p in range(11) if each <= 1 << p <= last]
+    assert all(given[5] for given in triton)
     by = {"scores": "deep_gemm", "selection": "triton"}
-    assert by_deep_gemm == ([((pages, heads, 2048, requests), by)] if plans else [])
+    # Steps of fewer than 16 rows do not take it.
+    assert by_deep_gemm == ([((pages, heads, 2048, requests), by)] if plans and requests >= 16 else [])
+
+
+@pytest.mark.parametrize(
+    ("impl", "flags", "triton", "by_deep_gemm"),
+    [
+        ("", {"topk": "torch"}, {False}, []),
+        ("", {"topk": "flashinfer"}, {False}, []),
+        ("sgl_kernel", {}, {False}, []),
+        ("", {"topk": "torch", "logits": "deepgemm"}, {False}, [("deep_gemm", "torch_topk")]),
+        ("", {"logits": "deepgemm"}, {True}, [("deep_gemm", "triton")]),
+        ("deep_gemm", {}, set(), [("deep_gemm", "triton")]),
+        ("torch", {}, set(), []),
+    ],
+)
+def test_scores_are_compiled_whoever_selects_from_them(monkeypatch, impl, flags, triton, by_deep_gemm):
+    """Also where scores by DeepGEMM were asked for by name and fewer than 16 requests may run."""
+    monkeypatch.setenv("SGLANG_DSA_PLUGIN_IMPL", impl)
+    selections, packages = [], []
+    monkeypatch.setattr(index_select, "load", lambda *_, selection: selections.append(selection))
+    monkeypatch.setattr(deep_gemm_load, "load", lambda *_, scores, selection: packages.append((scores, selection)))
+    choices = plan.operator_choices(
+        "cuda", "bf16_1152", 90, torch.bfloat16, 16, "all", index_heads=64, topk=2048, flags=KernelFlags(**flags)
+    )  # fmt: skip
+    pages = torch.zeros(3, INDEX_PAGE_BYTES, dtype=torch.uint8)
+    pool = types.SimpleNamespace(index_pages=types.SimpleNamespace(buffer=[pages]))
+    preload.load_scores(choices, types.SimpleNamespace(index_n_heads=64, index_topk=2048), pool, 8)
+    assert set(selections) == triton and packages == by_deep_gemm
+
+
+def test_scores_that_another_package_selects_from_are_those_that_were_loaded(seen):
+    """Up to 1024 rows: past these the kernel is that of long prompts, which the warm-up brings."""
+    pages = torch.empty(9, INDEX_PAGE_BYTES, dtype=torch.uint8, device="meta")
+    for rows, each in itertools.product(preload.ROWS_OF_REQUESTS, preload.ROWS_EACH):
+        if rows >= each:
+            index_select.load(pages, 64, 2048, rows, each, selection=False)
+    loaded, rng = set(seen), random.Random(0)
+    assert {name for name, *_ in loaded} >= {"row_kernel", "keys_kernel"}
+    assert {name for name, *_ in loaded} <= {"row_kernel", "keys_kernel", "rows_kernel"}
+    for _ in range(300):
+        rows = round(2 ** rng.uniform(0, 10))
+        table = torch.empty(rows, 700, dtype=torch.int32, device="meta")
+        owner = torch.empty(rows, dtype=torch.int32, device="meta")
+        q, gate = torch.empty(rows, 64, 128, dtype=FP8, device="meta"), torch.empty(rows, 64, device="meta")
+        by = {"scores": "triton", "selection": "torch_topk"}
+        vendor_select.paged(q, pages, gate, owner, table, owner, 2048, 0, 0, 1 << 40, **by)
+    assert seen == loaded
 
 
 def test_a_start_goes_on_where_they_do_not_compile(monkeypatch, caplog):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(index_select, "load", refuse)
@@ -288,6 +342,34 @@ def test_by_the_name_triton_nothing_is_compiled_by_nvrtc(monkeypatch, impl, colu
     preload.load_kernels(choices, config, pool, torch.device("cuda", 0), 7024, 16, 256)
     ((_, wide, k, layout, portable),) = asked
     assert (wide, k, layout is None, portable) == (columns, 2048, impl == "triton", None)
+
+
+@pytest.mark.parametrize(("sm", "impl", "fewest"), [(90, "cuda_portable", 1), (80, "", 16)])
+def test_the_portable_kernel_by_name_is_loaded_for_a_single_row_as_well(monkeypatch, sm, impl, fewest):
+    monkeypatch.setenv("SGLANG_DSA_PLUGIN_IMPL", impl)
+    asked = []
+    monkeypatch.setattr(prepare, "prepare", lambda *given: asked.append(given) or 0)
+    monkeypatch.setattr(preload, "load_scores", lambda *_: None)
+    choices = plan.operator_choices("cuda", "bf16_1152", sm, torch.bfloat16, 128, "all", index_heads=64, topk=2048)
+    pool = types.SimpleNamespace(layout=LATENT_LAYOUTS["bf16_1152"])
+    config = types.SimpleNamespace(index_n_heads=64, index_topk=2048)
+    preload.load_kernels(choices, config, pool, torch.device("cuda", 0), 7024, 128, 256)
+    ((*_, portable),) = asked
+    assert portable == ("bf16_1152", 128, fewest)
+
+
+def test_what_was_loaded_is_told_with_the_time_it_took(monkeypatch, caplog):
+    """Kernels in CUDA C++ are counted, those of index scores are not, and each kind has its own time."""
+    clock = iter([100.0, 103.0, 108.0])
+    monkeypatch.setattr(preload, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(prepare, "prepare", lambda *_: 12)
+    monkeypatch.setattr(preload, "load_scores", lambda *_: None)
+    choices = plan.operator_choices("cuda", "bf16_1152", 90, torch.bfloat16, 16, "all", index_heads=64, topk=2048)
+    pool = types.SimpleNamespace(layout=LATENT_LAYOUTS["bf16_1152"])
+    config = types.SimpleNamespace(index_n_heads=64, index_topk=2048)
+    with caplog.at_level("INFO"):
+        preload.load_kernels(choices, config, pool, torch.device("cuda", 0), 7024, 16, 256)
+    assert "12 kernels in CUDA C++ in 3.0 s" in caplog.text and "not counted, in 5.0 s" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

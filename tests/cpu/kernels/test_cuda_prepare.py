@@ -33,7 +33,7 @@ def test_nothing_is_loaded_where_nothing_is_taken():
 def test_both_forms_of_the_portable_kernel_are_loaded(sm, shared, layout):
     """Few rows are shared out, and their parts joined; many are not. With 99 KiB fp8 rows are the Triton kernel's."""
     gpu = index_tables.Gpu("cuda", sm, 108, shared)
-    forms = prepare.server_forms(gpu, 0, 2048, None, (layout, 128))
+    forms = prepare.server_forms(gpu, 0, 2048, None, (layout, 128, 16))
     if (layout, shared) == ("fp8_656", 99):
         assert forms == []
         return
@@ -41,6 +41,18 @@ def test_both_forms_of_the_portable_kernel_are_loaded(sm, shared, layout):
     for rows in (16, 64, 4096):
         plan = sparse_mla_portable.choose(gpu, layout, rows, 128, 2048)
         macros = plan.defines(lengths=True, sink=False, wide_slots=False, pdl=sm >= 90)
+        assert (sparse_mla_portable.SOURCE, sparse_mla_portable.NAME, macros, plan.shared_bytes) in forms
+
+
+@pytest.mark.parametrize(("fewest", "partial"), [(16, [0]), (1, [0, 1])])
+def test_with_few_processors_only_fewer_rows_are_shared_out(fewest, partial):
+    """Which the portable kernel gets where it was asked for by name."""
+    gpu = index_tables.Gpu("cuda", 86, 28, 99)
+    forms = prepare.server_forms(gpu, 0, 2048, None, ("bf16_1152", 128, fewest))
+    assert sorted(macros["PARTIAL"] for _, _, macros, _ in forms) == partial
+    for rows in range(fewest, 300):
+        plan = sparse_mla_portable.choose(gpu, "bf16_1152", rows, 128, 2048)
+        macros = plan.defines(lengths=True, sink=False, wide_slots=False, pdl=False)
         assert (sparse_mla_portable.SOURCE, sparse_mla_portable.NAME, macros, plan.shared_bytes) in forms
 
 

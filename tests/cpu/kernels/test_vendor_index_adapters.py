@@ -193,7 +193,7 @@ else:
         vendor_select.paged(q, pages, gate, lengths, table, owner, 64, 2, 3, 3 * 2048, plan=made, **by)
         assert len(plans) == groups + 3
 
-    @pytest.mark.parametrize(("most", "groups"), [(256, [9]), (8, [5, 4]), (4, [3, 3, 3]), (1, [1] * 9)])
+    @pytest.mark.parametrize(("most", "groups"), [(256, [9]), (8, [8, 1]), (5, [4, 4, 1]), (1, [1] * 9)])
     def test_calls_of_an_eager_step_are_small_and_even(monkeypatch, most, groups):
         plans = []
         vendor_fakes.install(monkeypatch, vendor_fakes.deep_gemm(2048, [], plans))
@@ -204,6 +204,18 @@ else:
         got = vendor_select.paged(q, pages, gate, lengths, table, owner, 64, 2, 3, 1 << 20, plan=made, **by)
         assert torch.equal(got, index_select.reference_paged(q, pages, gate, lengths, table, owner, 64, False, 2, 3))
         assert [len(sizes) for sizes in plans] == groups
+
+    @pytest.mark.parametrize(
+        ("rows", "most", "group"),
+        [(150, 2048, 150), (300, 2048, 160), (500, 2048, 256), (300, 150, 128), (40, 31, 20), (41, 31, 24), (9, 7, 4),
+         (9, 3, 3)],
+    )  # fmt: skip
+    def test_calls_of_an_eager_step_begin_where_lengths_are_aligned(rows, most, group):
+        """Four lengths are 16 bytes, which Triton compiles by; a call has no more rows than it may."""
+        assert deep_gemm_plan.eager_group(rows, most) == group
+        for n in range(1, 3000):
+            taken = deep_gemm_plan.eager_group(n, most)
+            assert 0 < taken <= min(most, 256) and (taken == n or taken % 4 == 0 or most < 4)
 
     @pytest.mark.parametrize(("requests", "rows"), [(20, [32]), (33, [32, 64]), (4096, list(range(32, 257, 32)))])
     def test_what_eager_steps_take_is_loaded(monkeypatch, requests, rows):
