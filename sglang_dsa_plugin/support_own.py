@@ -153,7 +153,8 @@ _CUDA_ROWS = [
             "sparse_mla_portable",
             "sparse_mla",
             can,
-            f"mma.sync, 32 or 64 heads a block, {room}; run on SM 9.0 only, compiled for "
+            f"mma.sync, 32 or 64 heads a block, {room}; a wider bound where values of many picks cancel "
+            "(docs/operators.md); run on SM 9.0 only, compiled for "
             + ", ".join(sm_name(sm).removeprefix("SM ") for sm in (80, 86, 89, 100, 120) if sm in can),
             name=name,
             layouts=frozenset({layout}),

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from sglang_dsa_plugin.support_row import NotServed
+
 FOLDER = Path(__file__).parent / "tuned"
 # A shape takes its heads' nearest neighbour, up to this factor away.
 _NEAR = 2.0
@@ -75,7 +77,7 @@ def nearest(choices: Choices, operator: str, layout: str, heads: int, rows: int)
 
 @functools.cache
 def read(path: Path) -> Choices:
-    """The choices of a file. Raises ValueError naming the file when it is damaged."""
+    """The choices of a file. Raises NotServed, a ValueError, naming the file when it is damaged."""
     found: Choices = {}
     try:
         for entry in _table(path)["choices"]:
@@ -95,8 +97,8 @@ def _table(path: Path) -> dict[str, Any]:
         raise _damaged(path, error) from error
 
 
-def _damaged(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"{path}: not a table of `sglang-dsa bench tune`: {type(error).__name__}: {error}")
+def _damaged(path: Path, error: Exception) -> NotServed:
+    return NotServed(f"{path}: not a table of `sglang-dsa bench tune`: {type(error).__name__}: {error}")
 
 
 @functools.cache

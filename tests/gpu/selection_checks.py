@@ -79,7 +79,7 @@ def without_ties(impl, k, width):
 
 
 def with_ties(impl, k, kind):
-    """U15: distinct positions of the window, ascending, as many as there should be, and their scores are the best."""
+    """Distinct positions of the window, ascending, as many as there should be, and their scores are the best."""
     skip_unless_here("topk", impl, k=k)
     rows, width = 9, 8320
     scores = torch.zeros(rows, width, device="cuda")

@@ -1,6 +1,6 @@
 """The selection in CUDA C++ on a CUDA device: picks bit for bit, in every form of the kernel that the table launches.
 
-Tried here of the known faults: U15, U18, U20. tests/cpu/kernels/test_cuda_select.py runs the same source on a CPU.
+tests/cpu/kernels/test_cuda_select.py runs the same source on a CPU.
 """
 
 import pytest

@@ -1,7 +1,7 @@
 """The selection of many rows in CUDA C++ (select_many.cu) on a CUDA device: picks bit for bit, at every launch of the
 table.
 
-Tried here of the known faults: U15, U18, U20. tests/cpu/kernels/test_cuda_select_many.py runs the same source on a CPU.
+tests/cpu/kernels/test_cuda_select_many.py runs the same source on a CPU.
 """
 
 import pytest

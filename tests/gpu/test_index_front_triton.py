@@ -70,7 +70,6 @@ def test_keys_of_zeros_and_huge_values(dtype):
 
 
 def test_keys_in_pages_past_2_to_the_31_bytes():
-    # U25
     inputs, slots = data.key_inputs(2, "half"), torch.tensor([64 * 300000 + 5, 3])
     pages = torch.zeros(300001, 8448, dtype=torch.uint8, device="cuda")
     index_keys.store(pages, slots.cuda(), *inputs.args("cuda"), **IMPL)
@@ -118,7 +117,7 @@ def test_queries_strided_zeros_and_huge_values(dtype):
 
 
 def test_a_vector_does_not_depend_on_its_batch():
-    # A key stored in decode must be the key of a prefill, bit for bit: U11, U73.
+    # A key stored in decode must be the key of a prefill, bit for bit.
     inputs, slots = data.key_inputs(4096, "half", dtype=torch.bfloat16), torch.randperm(4096).cuda()
     many, few = (torch.zeros(64, 8448, dtype=torch.uint8, device="cuda") for _ in range(2))
     projected, weight, bias, eps, positions, *rest = inputs.args("cuda")

@@ -1,7 +1,4 @@
-"""The indexer's Triton kernels on a CUDA device: picks bit for bit, scores against fp64.
-
-Tried here of the known faults: U11, U15, U17, U18, U20, U21, U25, U36, U67, U73.
-"""
+"""The indexer's Triton kernels on a CUDA device: picks bit for bit, scores against fp64."""
 
 import math
 
@@ -77,7 +74,7 @@ def test_equal_rows(rows, value):
 
 @pytest.mark.parametrize("rows", [4, 600])
 def test_plateau_of_zeros_below_a_few_winners(rows):
-    # U15: ReLU gives exact zeros.
+    # ReLU gives exact zeros.
     scores = torch.zeros(rows, 8320, device="cuda")
     scores[:, torch.randperm(8320)[:100].cuda()] = 1.5
     assert_picks(scores, torch.full((rows,), 8320, dtype=torch.int32, device="cuda"), 2048)
@@ -88,7 +85,7 @@ def test_nan_inf_signed_zeros_and_denormals(rows):
     width = 12000
     lengths = torch.full((rows,), width, dtype=torch.int32, device="cuda")
     scores = normal(rows, width)
-    scores[:, 5] = math.nan  # U18
+    scores[:, 5] = math.nan
     scores[0] = math.nan
     scores[1, :11000] = math.nan
     scores[2, ::2] = -math.inf
@@ -105,7 +102,6 @@ def test_nan_inf_signed_zeros_and_denormals(rows):
 @pytest.mark.parametrize("rows", [4, 600])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_scores_that_differ_in_the_low_bits_only(rows, sign):
-    # U20
     bits = ints(0, 1024, rows, 30000).int() | 0x3F800000
     assert_picks(sign * bits.view(torch.float32), torch.full((rows,), 30000, device="cuda"), 2048)
 
@@ -119,14 +115,12 @@ def test_sorted_rows(rows, order):
 
 @pytest.mark.parametrize("k", [64, 2048, 4096])
 def test_rows_of_a_million(k):
-    # U17
     scores = normal(64, 1 << 20)
     scores[3] = scores[3].relu()
     assert_picks(scores, torch.full((64,), 1 << 20, dtype=torch.int32, device="cuda"), k)
 
 
 def test_more_than_2_to_the_31_scores():
-    # U25
     scores = torch.empty(8200, 262209, device="cuda")
     for part in scores.split(1000):
         part.normal_(generator=generator(1))
@@ -211,7 +205,7 @@ def test_scores(dtype, heads):
     ("heads", "dtype"), [(16, FP8), (32, FP8), (64, FP8), (16, torch.bfloat16), (64, torch.bfloat16)]
 )
 def test_a_score_does_not_depend_on_its_neighbours(heads, dtype):
-    # U11, U56, U73: one call, other batch, other tile, other kernel: the same bits.
+    # One call, other batch, other tile, other kernel: the same bits.
     inputs = indexer_inputs.normal(300, heads, 4096, dtype)
     q, k, scale, gate = on_gpu(inputs)
     pages, table = inputs.pages.cuda(), torch.arange(64, dtype=torch.int32, device="cuda").unsqueeze(0)
@@ -235,7 +229,7 @@ def test_a_score_does_not_depend_on_its_neighbours(heads, dtype):
 
 
 def test_large_scores_equal_small_ones():
-    # U11, U25: 4096 x 600000 scores pass 2^31.
+    # 4096 x 600000 scores pass 2^31.
     inputs = indexer_inputs.normal(4096, 16, 64, FP8)
     q, _, _, gate = on_gpu(inputs)
     k, scale = normal(600000, 128).to(FP8), torch.rand(600000, device="cuda")
@@ -302,7 +296,6 @@ def test_index_select_equals_scores_then_selection(dtype, rows, requests, budget
 
 @pytest.mark.parametrize("rows", [1, 32, 33, 64])
 def test_all_zero_lengths(rows):
-    # U67
     inputs = indexer_inputs.normal(rows, 64, 256, FP8)
     q, _, _, gate = on_gpu(inputs)
     table = torch.zeros(rows, 64, dtype=torch.int32, device="cuda")

@@ -1,7 +1,7 @@
 """Sparse MLA in CUDA C++ (Hopper) on a CUDA device against fp64, with every number of blocks that share a row.
 
-Tried here of the known faults: U24 (junk past the length), U26 (slots out of range), U30 (any block scale), U31 (batch
-sizes), U32 (more than 65535 rows), U33 (heads and picks), U34 (few heads), U35 (padded heads), U65 (padded rows).
+Tried here: junk past the length, slots out of range, any block scale, batch sizes, more than 65535 rows, numbers of
+heads and picks, few heads, padded heads, padded rows.
 """
 
 import math

@@ -3,8 +3,8 @@ CUDA C++ (sparse_mla_portable.py).
 
 Most of the time goes into compiling; on a machine with many cores run it with pytest-xdist (-n 12).
 
-Tried here of the known faults: U24 (junk past the length), U26 (slots out of range), U30 (any block scale), U31 (batch
-sizes), U32 (more than 65535 rows), U33 (heads and picks), U34 (few heads), U35 (padded heads), U65 (padded rows).
+Tried here: junk past the length, slots out of range, any block scale, batch sizes, more than 65535 rows, numbers of
+heads and picks, few heads, padded heads, padded rows.
 """
 
 import math

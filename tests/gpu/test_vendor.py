@@ -1,7 +1,7 @@
 """Attention by kernels of other packages behind the operator contract, on a CUDA device against fp64.
 
 What a GPU cannot run is skipped with the support table's reason. The references run on the GPU, too: in fp64 the CPU
-would take most of the time. Tried here of the known faults: U24, U26, U30, U31, U33, U34, U35, U65.
+would take most of the time.
 """
 
 import functools
@@ -165,7 +165,7 @@ def test_promised_picks(impl, layout, rows, k, heads):
 
 
 def test_packed_rows_with_large_and_small_powers_of_two():
-    """U30: the scale of a block is an f32 power of two, far from 1 in real checkpoints."""
+    """The scale of a block is an f32 power of two, far from 1 in real checkpoints."""
     skip_unless_here("flash_mla_kv", "fp8_656")
     size = torch.tensor([1e-3, 1.0, 30.0, 200.0]).repeat_interleave(128)
     latent, rope = normal(640, 576, seed=3).float().split([512, 64], dim=1)

@@ -1,7 +1,7 @@
 """Scores and top-k by other packages behind the operator contract, on a CUDA device against fp64.
 
-What a GPU cannot run is skipped with the support table's reason. Tried here of the known faults: U15, U17, U36, U43,
-U67, U68. FlashInfer's selection has a file of its own.
+What a GPU cannot run is skipped with the support table's reason. FlashInfer's selection has a
+file of its own.
 """
 
 import math
@@ -62,7 +62,7 @@ def test_deep_gemm_on_gaussian_inputs():
 
 @pytest.mark.parametrize("rows", [32, 33, 64, 500])
 def test_deep_gemm_with_empty_rows_alone(rows):
-    """U67; padding rows may name any page."""
+    """Padding rows may name any page."""
     skip_unless_here("index_scores_paged", "deep_gemm", heads=64)
     _, _, (q, pages, gate, lengths, table, owner) = paged_problem(rows, 64, 256, indexer_inputs.exact)
     none = torch.zeros_like(lengths)
@@ -72,14 +72,13 @@ def test_deep_gemm_with_empty_rows_alone(rows):
 
 @pytest.mark.parametrize("rows", [1024, 4096, 8192, 16384])
 def test_deep_gemm_with_many_rows_as_ours(rows):
-    """U68: its schedule must not outgrow shared memory."""
+    """Its schedule must not outgrow shared memory."""
     skip_unless_here("index_scores_paged", "deep_gemm", heads=64)
     _, _, gpu = paged_problem(rows, 64, 512, indexer_inputs.exact)
     assert torch.equal(index_scores.paged(*gpu, 512, impl="deep_gemm"), index_scores.paged(*gpu, 512, impl="triton"))
 
 
 def test_deep_gemm_gives_the_same_twenty_times():
-    """U43."""
     skip_unless_here("index_scores_paged", "deep_gemm", heads=64)
     _, _, gpu = paged_problem(64, 64, 16384, indexer_inputs.normal)
     first = index_scores.paged(*gpu, 16384, impl="deep_gemm")

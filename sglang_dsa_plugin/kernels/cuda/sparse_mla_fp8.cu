@@ -203,10 +203,8 @@ __device__ void sums(const Arguments& a, const Shared& s) {
                     // In two factors: one alone could overflow.
                     float w0 = p.x * (of[0] * by * (1 << WEIGHT_BITS));
                     float w1 = p.y * (of[ROW_FLOATS] * by * (1 << WEIGHT_BITS));
-                    float r0, r1;
                     high[j] = pair_f16(w0, w1);
-                    unpair_f16(r0, r1, high[j]);
-                    (HEADS > 8 ? low[j] : high[j + 1]) = pair_f16(w0 - r0, w1 - r1);
+                    (HEADS > 8 ? low[j] : high[j + 1]) = pair_f16(w0 - f16_low(high[j]), w1 - f16_high(high[j]));
                 }
 #pragma unroll
                 for (int half = 0; half < 2; half++) {

@@ -6,12 +6,6 @@ __device__ __forceinline__ void decode(u32& low, u32& high, u32 codes) {
         : "=r"(low), "=r"(high) : "r"(codes));
 }
 
-// Two f16 as floats, x from the lower half.
-__device__ __forceinline__ void unpair_f16(float& x, float& y, u32 both) {
-    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
-        : "=f"(x), "=f"(y) : "r"(both));
-}
-
 __device__ __forceinline__ u32 exponent_of(float x) { return __float_as_uint(x) >> 23 & 255; }
 __device__ __forceinline__ float power(u32 exponent) { return __uint_as_float(exponent << 23); }
 

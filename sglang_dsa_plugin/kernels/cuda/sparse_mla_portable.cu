@@ -12,11 +12,11 @@
 // after the other, each with what it waits for: few of them, and operands that are read a step ahead (loads_stay).
 //
 // A weight rounded to bf16 is off by more than the bounds allow. Sums are therefore products of f16: weights times 2^9,
-// which keeps what lies down to 2^-23 of the largest whole, and values converted on their way from shared memory. bf16
-// has values that f16 has not, and a weight in f16 is off by up to 2^-11 of itself: where sums are not finite, so small
-// that what f16 cuts off could be seen, or what is left of much larger terms (the largest value times the root of the sum
-// of squared weights tells), the block does its work again with weights as two bf16 numbers, the second what the first
-// cut off (EXACT).
+// which keeps what lies down to 2^-23 of the largest whole, and values, of bf16 rows converted on their way from shared
+// memory. bf16 has values that f16 has not, and a weight in f16 is off by up to 2^-11 of itself: where sums are not
+// finite, so small that what f16 cuts off could be seen, or what is left of much larger terms (the largest value times the
+// root of the sum of squared weights tells), the block does its work again with weights as two bf16 numbers, the second
+// what the first cut off (EXACT).
 //
 // Compile-time: FP8, HEADS (32 or 64), STAGES, PARTIAL, HAS_LENGTHS, HAS_SINK, SLOTS64, PDL
 // (kernels/cuda/sparse_mla_portable.py).

@@ -32,7 +32,8 @@ __device__ __forceinline__ bool finish_head(const Arguments& a, const Item& item
     float value = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) value = fmaxf(value, __uint_as_float(s.last[i]));
-    // What a rounded weight may add to an output: 2^-11 of this, as rounding errors add up.
+    // What rounded weights may add to an output: some 2^-11 of this, as independent errors add up. Those of equal weights
+    // are not independent, and no sum over weights tells how values go with them: docs/operators.md says what holds.
     float spread = value * sqrtf(s.scores[0][local][0]) * factor;
     bool told = !some || (largest < 0x7f800000u && most >= LEAST && spread <= fminf(2 * fmaxf(1, most), 16 * most));
     if (head < a.heads) {

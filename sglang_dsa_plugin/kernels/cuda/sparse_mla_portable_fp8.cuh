@@ -43,8 +43,8 @@ __device__ __forceinline__ void unpack(Shared& s, u32 stage, u32 tile, u32& larg
             u32 bits = __float_as_uint(scale[j]), exponent = bits >> 23;
             if ((bits & 0x7fffff) == 0 && exponent >= FIRST_SCALE && exponent <= LAST_SCALE)
                 factor = (exponent - 104 << 10) * 0x10001;  // 2^8 times the scale
-            else
-                odd |= ((w[0] | w[1] | w[2] | w[3]) & 0x7f7f7f7fu) != 0;
+            else  // a scale that is no number is seen where all codes are 0, too
+                odd |= (exponent & 255) == 255 || ((w[0] | w[1] | w[2] | w[3]) & 0x7f7f7f7fu) != 0;
         }
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -99,7 +99,9 @@ __device__ __forceinline__ void queries_to_f16(u32 (&q)[STEPS][4], const Argumen
         u32 head = head0 + 8 * h, largest = 0;
 #pragma unroll
         for (int i = 0; i < PARTS; i++) largest = max(largest, s.largest[i][head]);
-        u32 exponent = min(max(largest >> 7, 40u), 254u);
+        // At least that of 2^-24: the roped part, which may be as large as it likes beside a latent part of nothing, is
+        // multiplied by 2^39 at most.
+        u32 exponent = min(max(largest >> 7, 103u), 254u);
         float by = __uint_as_float(269 - exponent << 23);  // 2^(142 - exponent)
         if (part == 0 && lane % 4 == 0) s.unit[head] = a.scale_log2 * __uint_as_float(exponent - 15 << 23);
 #pragma unroll

@@ -102,7 +102,11 @@ __device__ __forceinline__ float f16_low(u32 both) {
     asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;\n}" : "=f"(x) : "r"(both));
     return x;
 }
-__device__ __forceinline__ float f16_high(u32 both) { return f16_low(both >> 16); }
+__device__ __forceinline__ float f16_high(u32 both) {
+    float x;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, high;\n}" : "=f"(x) : "r"(both));
+    return x;
+}
 
 // Of two f16 numbers and two others the larger absolute ones.
 __device__ __forceinline__ u32 larger_f16(u32 both, u32 other) {

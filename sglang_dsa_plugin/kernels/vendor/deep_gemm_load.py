@@ -11,7 +11,7 @@ import torch
 from sglang_dsa_plugin.cache.layouts import FP8, INDEX_DIM, PAGE_SIZE
 
 from . import index_select
-from .deep_gemm_plan import COMPILED_ROWS, EAGER_ROWS
+from .deep_gemm_plan import COMPILED_ROWS, EAGER_ROWS, rows_a_call
 
 _ANY_BUDGET = 1 << 40
 
@@ -22,7 +22,9 @@ def load(pages: torch.Tensor, heads: int, topk: int, requests: int, *, scores: s
     """
     device, width = pages.device, topk // PAGE_SIZE + 2
     by = {"scores": scores, "selection": selection}
-    for rows in range(COMPILED_ROWS, min(EAGER_ROWS, requests + COMPILED_ROWS - 1) + 1, COMPILED_ROWS):
+    most = min(EAGER_ROWS, rows_a_call(device))
+    for top in range(COMPILED_ROWS, min(most, requests) + COMPILED_ROWS, COMPILED_ROWS):
+        rows = min(top, most)  # no multiple of COMPILED_ROWS, perhaps
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)

@@ -138,7 +138,7 @@ def test_retraction_restores_every_byte_at_other_slots(layout):
 
 
 def test_transfer_lists_cover_every_byte():
-    # U89: a transfer engine that is not given the index buffers answers wrongly on cache hits only.
+    # A transfer engine that is not given the index buffers answers wrongly on cache hits only.
     pool = make_pool("fp8_656")
     _, lengths, _ = pool.get_contiguous_buf_infos()
     _, state_lengths, items = pool.get_state_buf_infos()

@@ -32,7 +32,7 @@ def test_bytes_are_those_of_the_layers_that_own_pages(dtype):
 
 
 def test_index_share_schedule_allocates_21_of_78_layers():
-    # U48: layers that reuse picks hold no keys; GLM-5.2 has 21 full layers of 78.
+    # Layers that reuse picks hold no keys; GLM-5.2 has 21 full layers of 78.
     owns = [i < 3 or (i - 2) % 4 == 0 for i in range(78)]
     cache = IndexPages(1, owns, FP8, "cpu")
     assert sum(pages.shape[0] > 0 for pages in cache.buffer) == 21
@@ -40,7 +40,7 @@ def test_index_share_schedule_allocates_21_of_78_layers():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_move_takes_whole_tokens_and_leaves_the_neighbours(dtype):
-    # U45: slot 70 to slot 5 moves key and scale of one token only, in every layer that owns pages.
+    # Slot 70 to slot 5 moves key and scale of one token only, in every layer that owns pages.
     cache = filled(dtype)
     before = {(layer, s): token(cache, layer, s) for layer in (0, 2) for s in range(256)}
     cache.move(torch.tensor([5]), torch.tensor([70]))

@@ -103,7 +103,7 @@ def test_float32_scores_equal_the_formula(layout, kind):
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 def test_wrong_layout_on_one_side_is_caught(layout):
-    # U1, U2: a wrong rope on the query only, or on the key only, changes the scores far beyond the bound above.
+    # A wrong rope on the query only, or on the key only, changes the scores far beyond the bound above.
     q, w, k, positions = inputs()
     norm = random_norm("layer")
     right = TokenIndexer(HEADS, layout, rope_table(), torch.float32)
@@ -115,7 +115,7 @@ def test_wrong_layout_on_one_side_is_caught(layout):
 
 
 def test_key_norm_uses_its_own_epsilon():
-    # U8: keys so small that the epsilon decides; 1e-5 in its place would shrink them by a third.
+    # Keys so small that the epsilon decides; 1e-5 in its place would shrink them by a third.
     _, _, k, positions = inputs(scale=1e-3)
     norm = random_norm("layer")
     indexer = TokenIndexer(HEADS, "half", rope_table(), torch.float32)
@@ -126,7 +126,7 @@ def test_key_norm_uses_its_own_epsilon():
 
 
 def test_gate_below_bf16_resolution_still_orders():
-    # U5: two rows whose head weights differ by less than bf16 can tell.
+    # Two rows whose head weights differ by less than bf16 can tell.
     q, _, _, positions = inputs(rows=2)
     w = torch.full((2, HEADS), 1.0)
     w[1] += 2.0**-12
@@ -136,7 +136,7 @@ def test_gate_below_bf16_resolution_still_orders():
 
 
 def test_fp8_rotates_both_sides_and_stays_near():
-    # U9: rotating one side only would destroy the dot products; both sides leave them to fp8 rounding.
+    # Rotating one side only would destroy the dot products; both sides leave them to fp8 rounding.
     q, w, k, positions = inputs(rows=64)
     k[:, 5] *= 40  # an outlier channel, which is what the rotation is for
     norm = random_norm("layer")

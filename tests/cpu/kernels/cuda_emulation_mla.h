@@ -57,7 +57,11 @@ inline void barrier_expect(u32 at, u32 bytes) {
     if (b.left == 0) die("bytes expected of a round that nobody else arrives in");
     b.bytes += bytes;
 }
+// Whether a thread put its earlier accesses, and those it waited for, ahead of its bulk copies to come.
+static bool fenced[FIBERS];
+inline void fence_bulk() { fenced[now - fibers] = true; }
 inline void barrier_wait(u32 at, u32 parity) {
+    fenced[now - fibers] = false;
     while ((at_address<Counter>(at).rounds & 1) == parity) leave();
 }
 
@@ -96,13 +100,13 @@ inline void wait_for_copies() {
 
 inline void copy_bulk(u32 to, const void* from, u32 bytes, u32 at) {
     if (to % 16 || (u64)from % 16 || bytes % 16) die("a copy off its bounds");
+    if (!fenced[now - fibers]) die("a bulk copy without a fence behind the wait for its place");
     Counter* b = &at_address<Counter>(at);
     char* there = &at_address<char>(to);
     at_address<char>(to + bytes - 1);
     memset(there, 0x7e, bytes);
     pending.push_back({[=] { memcpy(there, from, bytes), b->bytes -= bytes, settle(*b); }, b});
 }
-inline void fence_bulk() {}
 
 // What lanes give one another, two places in turn as in `exchange`.
 static u32 given[WARPS_OF_ALL][2][32][6];
@@ -168,7 +172,8 @@ inline u32 f16_of(float x) {
     return bits;
 }
 inline u32 pair_f16(float x, float y) { return f16_of(x) | f16_of(y) << 16; }
-inline void unpair_f16(float& x, float& y, u32 both) { x = f16_half_of(both, 0), y = f16_half_of(both, 1); }
+inline float f16_low(u32 both) { return f16_half_of(both, 0); }
+inline float f16_high(u32 both) { return f16_half_of(both, 1); }
 inline float e4m3_value(u32 code) {
     const int exponent = code >> 3 & 15, mantissa = code & 7;
     if (exponent == 15 && mantissa == 7) return NAN;

@@ -63,10 +63,11 @@ def test_selection(tmp_path, rows, columns, write):
 
 
 @pytest.mark.parametrize("layout", sorted(sparse_mla.FORMS))
-@pytest.mark.parametrize("cluster", [1, sparse_mla.MOST_BLOCKS])
-def test_sparse_mla(tmp_path, layout, cluster):
+@pytest.mark.parametrize(("cluster", "heads"), [(1, 16), (1, 8), (sparse_mla.MOST_BLOCKS, 16)])
+def test_sparse_mla(tmp_path, layout, cluster, heads):
     form = sparse_mla.FORMS[layout]
-    macros = form.defines(cluster, lengths=True, sink=False, wide_slots=False)
+    macros = form.defines(cluster, lengths=True, sink=False, wide_slots=False, heads=heads)
+    assert macros["HEADS"] == heads
     cubin, _ = program.compile_only(form.source, "sm_90a", macros)
     assert without_address(cubin, tmp_path / "sparse_mla.cubin") == []
 

@@ -267,6 +267,12 @@ def test_queries_of_every_size(form):
     q[1, ::2, :512] = 0
     q[1, 1::2, :512] *= 1e-9
     held(form, q, kv, slots)
+    # Nothing but large roped parts. Splits are joined by what their lse differ in, which f32 does not hold at 10^6.
+    for query, key in ((1024, -1024), (2048, -512)) if form.plan.splits == 1 else ():
+        q[0, :, :512], q[0, :, 512:] = 0, query
+        rope = torch.full((N, 64), key).bfloat16()
+        kv.view(torch.uint8)[:, -128:] = rope.view(torch.uint8)
+        held(form, q[:1], kv, slots[:1])
 
 
 @pytest.mark.parametrize("size", [3.0, 30.0])
@@ -303,6 +309,21 @@ def test_scales_of_any_kind_and_every_code(form, latest):
         which = slots[0, -1:].long() if latest else torch.arange(N)
         kv[which, 512:528] = scales.view(torch.uint8)[which]
         held(form, q * 0.02, kv, slots)
+
+
+@pytest.mark.parametrize("scale", [math.nan, -math.nan, math.inf, -math.inf])
+def test_a_scale_that_is_no_number_is_seen_beside_zeros(form, scale):
+    """Its product with a code of 0 is NaN."""
+    if form.plan.fp8:
+        q, kv, slots = inputs(form, 2, 4)
+        slots[slots == 11] = 12
+        slots[1, form.picks // 2] = 11
+        kv[11, 128:256] = 0
+        kv[11, 516:520] = torch.tensor([scale]).view(torch.uint8)
+        slots, lengths = form.given(slots, None)
+        out, lse = attend(form.run, form.plan, q, kv, slots, torch.zeros(form.heads) if form.sink else None, lengths)
+        assert not out[0].isnan().any() and not lse[0].isnan().any()
+        assert out[1].isnan().all() and lse[1].isnan().all()
 
 
 def test_a_nan_is_seen_where_it_is_picked_and_nowhere_else(form):

@@ -1,5 +1,7 @@
 """Every kernel of the indexer compiles, without a GPU, for every target it is meant for, within its shared memory."""
 
+import itertools
+
 import pytest
 
 triton = pytest.importorskip("triton")
@@ -110,9 +112,17 @@ def score_types(kind):
 
 @pytest.mark.parametrize("name", SHARED)
 def test_scores_of_many_rows(name):
-    for kind, heads in zip(kinds(name), (64, 16)):
+    quantised, plain = kinds(name)
+    for kind, heads in ((quantised, 64), (plain, 16), *itertools.product((quantised, plain), (128, 100))):
         tiles = index_tables.walk_tiles(gpu_of(name), kind, heads, 4096, 1, 131072)
-        constants = {"H": heads, "HP": heads, "G": tiles.bundle, "BN": tiles.keys, "ROWS": tiles.rows, "KIND": kind}
+        constants = {
+            "H": heads,
+            "HP": index_tables.padded_heads(heads),
+            "G": tiles.bundle,
+            "BN": tiles.keys,
+            "ROWS": tiles.rows,
+            "KIND": kind,
+        }
         constants |= {"PAGED": kind != "plain", "STAGES": tiles.stages}
         compiled(index_scores_kernels.rows_kernel, name, constants, tiles.warps, **score_types(kind))
 
@@ -120,9 +130,17 @@ def test_scores_of_many_rows(name):
 @pytest.mark.parametrize("name", SHARED)
 def test_scores_of_few_rows(name):
     quantised, plain = kinds(name)
-    for kind, heads, requests in ((quantised, 64, 64), (quantised, 32, 16), (plain, 64, 32)):
+    shapes = ((quantised, 64, 64), (quantised, 32, 16), (plain, 64, 32), (quantised, 128, 64), (quantised, 100, 64))
+    for kind, heads, requests in shapes:
         tiles = index_tables.stream_tiles(gpu_of(name), kind, heads, 64, requests)
-        constants = {"H": heads, "HP": heads, "G": tiles.bundle, "BN": tiles.keys, "ROWS": 64, "KIND": kind}
+        constants = {
+            "H": heads,
+            "HP": index_tables.padded_heads(heads),
+            "G": tiles.bundle,
+            "BN": tiles.keys,
+            "ROWS": 64,
+            "KIND": kind,
+        }
         constants |= {"STAGES": tiles.stages, "FILL": heads == 32}
         compiled(index_scores_kernels.keys_kernel, name, constants, tiles.warps, **score_types(kind))
 

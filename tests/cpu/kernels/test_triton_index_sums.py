@@ -1,4 +1,4 @@
-"""The sum over index heads is in every kernel and tile the same one, rounded in the same places (U11, U56, U73).
+"""The sum over index heads is in every kernel and tile the same one, rounded in the same places.
 
 Read from what the compiler makes of them without a GPU: it may fuse a product with the sum that takes it, and where two
 products are added either of the two, so that one of them is rounded twice and the other once.

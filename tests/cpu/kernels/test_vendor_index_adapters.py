@@ -217,16 +217,29 @@ else:
             taken = deep_gemm_plan.eager_group(n, most)
             assert 0 < taken <= min(most, 256) and (taken == n or taken % 4 == 0 or most < 4)
 
-    @pytest.mark.parametrize(("requests", "rows"), [(20, [32]), (33, [32, 64]), (4096, list(range(32, 257, 32)))])
-    def test_what_eager_steps_take_is_loaded(monkeypatch, requests, rows):
-        """One call for each schedule that steps of so many rows come to, and the scores' kernel."""
+    @pytest.mark.parametrize(
+        ("requests", "most", "rows"),
+        [
+            (20, 2048, [32]),
+            (33, 2048, [32, 64]),
+            (4096, 2048, list(range(32, 257, 32))),
+            (33, 148, [32, 64]),
+            (140, 148, [32, 64, 96, 128, 148]),
+            (4096, 148, [32, 64, 96, 128, 148]),
+        ],
+    )
+    def test_what_eager_steps_take_is_loaded(monkeypatch, requests, most, rows):
+        """One call for each schedule that steps of so many rows come to, and the scores' kernel. No call has more rows
+        than DeepGEMM takes, which need not be a multiple of 32.
+        """
         plans, calls = [], []
-        vendor_fakes.install(monkeypatch, vendor_fakes.deep_gemm(2048, calls, plans))
+        vendor_fakes.install(monkeypatch, vendor_fakes.deep_gemm(most, calls, plans))
+        monkeypatch.setattr(deep_gemm_plan, "_ROWS", most)
         pages = index_problem(32)[1][1]
         deep_gemm_load.load(pages, 32, 64, requests, scores="deep_gemm", selection="triton")
         assert [len(sizes) for sizes in plans] == rows and len(calls) == len(rows)
-        taken = {-(-deep_gemm_plan.eager_group(n, 2048) // 32) for n in range(1, min(requests, 3000) + 1)}
-        assert taken == {n // 32 for n in rows}
+        taken = {-(-deep_gemm_plan.eager_group(n, most) // 32) for n in range(1, min(requests, 3000) + 1)}
+        assert taken == {-(-n // 32) for n in rows}
 
     @pytest.mark.parametrize("planned", [True, False])
     def test_a_call_takes_so_many_rows(monkeypatch, planned):
