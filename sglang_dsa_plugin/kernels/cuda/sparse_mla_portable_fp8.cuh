@@ -33,7 +33,8 @@ __device__ __forceinline__ void unpack(Shared& s, u32 stage, u32 tile, u32& larg
     char* to = s.tiles[tile] + local * ROW_BYTES;
     float4 scales = *(const float4*)(from + 512);
     const float scale[4] = {scales.x, scales.y, scales.z, scales.w};
-    bool odd = false;
+    // A scale that is NaN or infinite is one where all its codes are 0, too.
+    bool odd = !(fabsf(scales.x) + fabsf(scales.y) + fabsf(scales.z) + fabsf(scales.w) < -minus_inf());
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         uint4 codes = *(const uint4*)(from + 128 * j + 16 * own);
@@ -43,8 +44,8 @@ __device__ __forceinline__ void unpack(Shared& s, u32 stage, u32 tile, u32& larg
             u32 bits = __float_as_uint(scale[j]), exponent = bits >> 23;
             if ((bits & 0x7fffff) == 0 && exponent >= FIRST_SCALE && exponent <= LAST_SCALE)
                 factor = (exponent - 104 << 10) * 0x10001;  // 2^8 times the scale
-            else  // a scale that is no number is seen where all codes are 0, too
-                odd |= (exponent & 255) == 255 || ((w[0] | w[1] | w[2] | w[3]) & 0x7f7f7f7fu) != 0;
+            else
+                odd |= ((w[0] | w[1] | w[2] | w[3]) & 0x7f7f7f7fu) != 0;
         }
 #pragma unroll
         for (int i = 0; i < 8; i++) {
