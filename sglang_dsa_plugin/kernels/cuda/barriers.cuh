@@ -6,6 +6,9 @@ __device__ __forceinline__ void barrier_init(u32 at, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
 }
 
+// Between other accesses to shared memory, of this thread or before a barrier that it waited for, and its bulk copies.
+__device__ __forceinline__ void fence_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // Until as many rounds are complete as leave this parity: 0 for the first, 1 for the second, and so on in turn.
 __device__ __forceinline__ void barrier_wait(u32 at, u32 parity) {
     asm volatile(

@@ -113,6 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_rows(
             atomicAdd(&sh.fine[(int)fminf(height(map, x), BINS - 1)], 1);
             if (both) atomicAdd(&sh.fine[(int)fminf(height(map, x2), BINS - 1)], 1);
         }
+        if (!HELD) fence_bulk();  // behind every lane's reads, ahead of the copy to where they read
         __syncwarp();
         if (!HELD && lane == 0 && BATCH * (chunk + 1) < r.steps) fetch(vector + CHUNK);
     }

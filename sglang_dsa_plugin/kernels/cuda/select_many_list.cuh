@@ -46,6 +46,7 @@ __device__ __forceinline__ void collect(Shared& sh, const Stretch& r, Chunks& ch
                 *next++ = make_int2(__float_as_int(own[e]), u + e);
             }
         }
+        fence_bulk();  // behind every lane's reads, ahead of the copy to where they read
         __syncwarp();
         if (lane == 0 && j + WARPS < chunks.number) chunks.fetch(sh, r, j + WARPS);
     }

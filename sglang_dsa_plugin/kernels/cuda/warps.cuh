@@ -24,9 +24,6 @@ __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u
                  "l"(from), "r"(bytes), "r"(bar) : "memory");
 }
 
-// Between other accesses to shared memory, of this thread or before a barrier that it waited for, and its bulk copies.
-__device__ __forceinline__ void fence_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // All threads of one warpgroup; id 1 or 2.
 __device__ __forceinline__ void group_sync(u32 id) {
     asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");

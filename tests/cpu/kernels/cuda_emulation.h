@@ -240,6 +240,10 @@ inline u32 __byte_perm(u32 x, u32 y, u32 which) {
     return r;
 }
 
+// Whether a thread put its earlier accesses, and those it waited for, ahead of its bulk copies to come.
+static bool fenced[FIBERS];
+inline void fence_bulk() { fenced[now - fibers] = true; }
+
 // A copy is there at once, and so is another block's store; a thread that waits for one looks again in each round.
 struct Barrier {
     int bytes;  // still to come: fewer than none where a store came before it was expected

@@ -57,9 +57,6 @@ inline void barrier_expect(u32 at, u32 bytes) {
     if (b.left == 0) die("bytes expected of a round that nobody else arrives in");
     b.bytes += bytes;
 }
-// Whether a thread put its earlier accesses, and those it waited for, ahead of its bulk copies to come.
-static bool fenced[FIBERS];
-inline void fence_bulk() { fenced[now - fibers] = true; }
 inline void barrier_wait(u32 at, u32 parity) {
     fenced[now - fibers] = false;
     while ((at_address<Counter>(at).rounds & 1) == parity) leave();

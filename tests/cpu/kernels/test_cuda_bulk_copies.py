@@ -13,20 +13,26 @@ import triton
 
 pytest.importorskip("cuda.core")
 
-from sglang_dsa_plugin.kernels.cuda import program, sparse_mla
+from sglang_dsa_plugin.kernels.cuda import program, select, sparse_mla, tables
+from sglang_dsa_plugin.kernels.triton.index_tables import Gpu
 
 FORM = sparse_mla.FORMS["fp8_656"]
 DISASSEMBLE = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 # Waits, arrivals, reads of the ring by ldmatrix, fences, bulk copies and the group's end; places in order.
-WORDS = re.compile(r"\b(SYNCS\.PHASECHK|SYNCS\.ARRIVE|LDSM|FENCE\.VIEW\.ASYNC|UBLKCP|EXIT)\b(.*)")
+WORDS = re.compile(r"\b(SYNCS\.PHASECHK|SYNCS\.ARRIVE|LDSM|LDS|FENCE\.VIEW\.ASYNC|UBLKCP|EXIT)\b(.*)")
+H200 = Gpu("cuda", 90, 132, 227)
+
+
+def words(tmp_path, source, macros):
+    """(word, operands) in order."""
+    (tmp_path / "kernel.cubin").write_bytes(program.compile_only(source, "sm_90a", macros)[0])
+    return WORDS.findall(subprocess.check_output([DISASSEMBLE, "-c", tmp_path / "kernel.cubin"], text=True))
 
 
 def steps(tmp_path, cluster, heads):
-    """(word, operands) in order, up to the copying group's end: what lies behind are waits that go round again."""
+    """Those of sparse attention up to the copying group's end: what lies behind are waits that go round again."""
     macros = FORM.defines(cluster, lengths=True, sink=True, wide_slots=False, heads=heads)
-    (tmp_path / "kernel.cubin").write_bytes(program.compile_only(FORM.source, "sm_90a", macros)[0])
-    text = subprocess.check_output([DISASSEMBLE, "-c", tmp_path / "kernel.cubin"], text=True)
-    found = WORDS.findall(text)
+    found = words(tmp_path, FORM.source, macros)
     copy = [word for word, _ in found].index("UBLKCP")
     end = next(i for i, (word, _) in enumerate(found) if i > copy and word == "EXIT")
     return found[:end]
@@ -57,3 +63,12 @@ def test_for_racecheck_one_stands_behind_the_reads_too(tmp_path, monkeypatch, cl
     # Of queries and of tiles by the group of scores, of tiles by that of sums, which does not read queries.
     behind = [back(found, i, "FENCE.VIEW.ASYNC", "LDSM", "SYNCS.PHASECHK") for i in arrivals]
     assert sorted(behind) == ["FENCE.VIEW.ASYNC"] * 3 + ["SYNCS.PHASECHK"]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(150, 131072), (255, 8192), (1, 1 << 20)])
+def test_selection_has_one_behind_its_reads(tmp_path, rows, columns):
+    """Rows that come piece by piece: the second copy goes where the piece before was read."""
+    source, _, macros, _ = select.form(tables.launch_shape(H200, rows, columns, 64, 64), select.SLOTS, 64)
+    found = words(tmp_path, source, macros)
+    again = [i for i, (word, _) in enumerate(found) if word == "UBLKCP"][1]
+    assert back(found, again, "LDS", "FENCE.VIEW.ASYNC") == "FENCE.VIEW.ASYNC"
