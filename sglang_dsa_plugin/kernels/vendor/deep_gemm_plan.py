@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 EAGER_ROWS = 256  # rows a call of a step outside of graphs
 COMPILED_ROWS = 32  # a schedule's kernel serves so many rows more than the one before
-_ALIGNED_ROWS = 4  # lengths of so many rows are 16 bytes
+ALIGNED_ROWS = 4  # lengths of so many rows are 16 bytes
 _ROWS = 2048  # rows a call: the schedule keeps a number a row in shared memory (deepseek-ai/DeepGEMM#322)
 _ROWS_PER_PROCESSOR_FROM = 10  # major compute capability, from which on a call takes a row a processor
 
@@ -88,7 +88,7 @@ def eager_group(rows: int, most: int) -> int:
     most = min(most, EAGER_ROWS)
     if rows <= most:
         return rows
-    unit = next((unit for unit in (COMPILED_ROWS, _ALIGNED_ROWS) if unit <= most), 1)
+    unit = next((unit for unit in (COMPILED_ROWS, ALIGNED_ROWS) if unit <= most), 1)
     even = -(-rows // -(-rows // most))
     return min(even + -even % unit, most - most % unit)
 

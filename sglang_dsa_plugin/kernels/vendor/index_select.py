@@ -162,10 +162,17 @@ def plan(
 
 
 def _rows_of_a_group(rows: int, width: int, budget_bytes: int, scores: str, selection: str) -> tuple[int, int]:
-    """(rows whose scores fit the budget, 0 where those of one do not; bytes that those of one take)."""
+    """(rows whose scores fit the budget, 0 where those of one do not; bytes that those of one take). Where not all fit
+    they are a multiple of 4, from 4 on: what belongs to a row is then as aligned in every group as in the first, and
+    Triton compiles one kernel for all.
+    """
     a_row = deep_gemm.page_row_bytes(width) if scores == "deep_gemm" else 4 * width
     a_row *= 1 if selection == "triton" else _COPIES
-    return min(max(rows, 1), budget_bytes // a_row), a_row
+    fit = budget_bytes // a_row
+    if fit >= rows:
+        return max(rows, 1), a_row
+    aligned = deep_gemm_plan.ALIGNED_ROWS
+    return fit - fit % aligned if fit >= aligned else fit, a_row
 
 
 def _gathered(

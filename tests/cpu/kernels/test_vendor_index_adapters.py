@@ -218,6 +218,14 @@ else:
             assert 0 < taken <= min(most, 256) and (taken == n or taken % 4 == 0 or most < 4)
 
     @pytest.mark.parametrize(
+        ("rows", "fit", "group"), [(9, 9, 9), (9, 100, 9), (9, 7, 4), (9, 3, 3), (40, 30, 28), (0, 5, 1)]
+    )
+    def test_groups_that_a_budget_makes_begin_where_lengths_are_aligned(rows, fit, group):
+        for by, bytes_of_a_row in (("triton", 2048), ("torch_topk", 4 * 2048)):
+            budget = fit * bytes_of_a_row + 5
+            assert vendor_select._rows_of_a_group(rows, 512, budget, "triton", by) == (group, bytes_of_a_row)
+
+    @pytest.mark.parametrize(
         ("requests", "most", "rows"),
         [
             (20, 2048, [32]),
