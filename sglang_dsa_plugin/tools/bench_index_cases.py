@@ -9,9 +9,10 @@ import torch
 
 from sglang_dsa_plugin.cache.layouts import FP8, INDEX_DIM, INDEX_PAGE_BYTES, PAGE_SIZE
 from sglang_dsa_plugin.ops import index_scores, index_select, select
+from sglang_dsa_plugin.support_row import SOME_ROWS
 from sglang_dsa_plugin.tools import bench_floors as floors
 from sglang_dsa_plugin.tools import bench_rivals as rivals
-from sglang_dsa_plugin.tools.bench_cases import Case, Sizes
+from sglang_dsa_plugin.tools.bench_cases import PORTABLE_DECODE, Case, Sizes
 from sglang_dsa_plugin.tools.bench_floors import Work
 from sglang_dsa_plugin.tools.bench_inputs import Maker
 from sglang_dsa_plugin.tools.bench_rivals import Inputs
@@ -60,7 +61,7 @@ def paged_scores(sizes: Sizes, tokens: int, batch: int) -> Case:
         ),
         rivals.PAGED_SCORES,
         lambda i: index_scores.reference_paged(i.q, i.pages, i.gate, i.lengths, i.table, i.owner, tokens),
-        1 / 0.8 if batch >= 16 else SLOWER,
+        PORTABLE_DECODE if batch >= SOME_ROWS else SLOWER,
         kind="scores",
     )
 

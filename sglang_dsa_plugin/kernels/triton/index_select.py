@@ -21,7 +21,7 @@ from . import index_scores, index_tables
 from .select import positions_to_slots, select_rows, tickets_for
 
 _ALIGNED_ROWS = 16
-_ANY_BUDGET = 1 << 40
+ANY_BUDGET = 1 << 40  # bytes: rows without keys take hardly any
 
 # (buffer f32 [n, columns], rows, first column, row lengths from there on, skip, tickets): writes the scores of rows
 # longer than skip, and zeros to tickets int32 [n] where they are given.
@@ -91,28 +91,35 @@ def paged(
     return _select(score, lengths, width, topk, init_tokens, local_tokens, budget_bytes, where, None, slots_out)
 
 
-def load(pages: torch.Tensor, heads: int, topk: int, rows: int, each: int = 1, *, selection: bool = True) -> None:
-    """Have the kernels of `paged` compiled for so many rows, `each` of every request, none of which has a key.
-    pages: index pages of any layer. selection: without it those of the scores alone.
+def without_keys(
+    pages: torch.Tensor, heads: int, topk: int, rows: int, each: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(q, gate, lengths, page_table, row_to_request) of rows that have no key, `each` of every request, in a table of
+    more than `topk` tokens: to have kernels compiled with. pages: index pages of any layer.
     """
-    device, width = pages.device, topk // PAGE_SIZE + 2
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.zeros(shape, dtype=dtype, device=pages.device)
 
     if pages.dtype == torch.uint8:
         q = zeros(rows, heads, INDEX_DIM, dtype=torch.uint8).view(FP8)
     else:
         q = zeros(rows, heads, INDEX_DIM, dtype=pages.dtype)
-    gate, lengths = zeros(rows, heads, dtype=torch.float32), zeros(rows)
-    owner = torch.arange(rows, dtype=torch.int32, device=device) // each
-    table = zeros(rows // each, width)
+    owner = torch.arange(rows, dtype=torch.int32, device=pages.device) // each
+    return q, zeros(rows, heads, dtype=torch.float32), zeros(rows), zeros(rows // each, topk // PAGE_SIZE + 2), owner
+
+
+def load(pages: torch.Tensor, heads: int, topk: int, rows: int, each: int = 1, *, selection: bool = True) -> None:
+    """Have the kernels of `paged` compiled for so many rows, `each` of every request, none of which has a key.
+    pages: index pages of any layer. selection: without it those of the scores alone.
+    """
+    q, gate, *of_rows = without_keys(pages, heads, topk, rows, each)
     if selection:
-        slots = zeros(rows, topk)
-        paged(q, pages, gate, lengths, table, owner, topk, 0, 0, _ANY_BUDGET, slots_out=slots)
+        slots = torch.zeros((rows, topk), dtype=torch.int32, device=pages.device)
+        paged(q, pages, gate, *of_rows, topk, 0, 0, ANY_BUDGET, slots_out=slots)
     else:
-        scores = index_scores.new_scores(rows, width * PAGE_SIZE, device)
-        index_scores.score_paged(scores, q, pages, gate, lengths, table, owner)
+        scores = index_scores.new_scores(rows, of_rows[1].shape[1] * PAGE_SIZE, pages.device)
+        index_scores.score_paged(scores, q, pages, gate, *of_rows)
 
 
 def _select(
