@@ -5,12 +5,12 @@ SGLang takes the next larger graph if that is at most twice the prompt. Products
 sums (a float32 model has no prefill graphs), and where an expert or a pick is decided by that, a position moves by as
 much as if it were wrong: with experts two of four positions moved by 1.96 between two eager batches on a CPU. So these
 models have no experts. Positions up to k have no picks to make: for them the bound is what two graphs of unlike size
-differ by for the same tokens, the smaller with the prompt alone, the larger with more behind it. Past k one position in
-ten may lie outside of it. Each layer of such prefills is held against fp64 in test_live_capture.py.
+differ by for the same tokens, the smaller with the prompt alone, the larger with more behind it. Past k a rounding
+changes one pick of 256 here and there, and its position moves by more: there the bound is what prefills of unlike size
+outside of graphs differ by. Each layer of such prefills is held against fp64 in test_live_capture.py.
 """
 
 import pytest
-import torch
 
 from tests.server.conftest import server, slot  # noqa: F401
 from tests.server.harness import ModelSpec, ServerSpec, random_prompt
@@ -39,14 +39,6 @@ def differences(a, b):
     return each[:K], each[K:]
 
 
-def assert_near(past_k, allowed):
-    """One position in ten may have other picks; the last, behind which the padding of a graph lies, by a little."""
-    if not len(past_k):
-        return
-    outside = float((~(past_k <= allowed)).float().mean())
-    assert outside <= 0.1 and past_k[-1] <= 4 * allowed, (outside, float(past_k.max()), float(past_k[-1]), allowed)
-
-
 def first_and_path(server, prompts):  # noqa: F811
     """Log-probabilities at every position of the first prompt, and the paths that the batch took."""
     server.flush()
@@ -70,8 +62,22 @@ def bound(server, lengths):  # noqa: F811
     return 2 * noise + 0.02
 
 
+def bound_past_k(server, prompts):  # noqa: F811
+    """Twice what positions past k of these prompts differ by between prefills of unlike size outside of graphs."""
+    noise = 0.0
+    for prompt in prompts:
+        first = None
+        for beside in (300, 1000, 3000):
+            rows, path = first_and_path(server, [prompt, random_prompt(beside, seed=beside)])
+            assert path == {"sparse"}, (len(prompt), beside, path)
+            first = rows if first is None else first
+            noise = max(noise, float(differences(first, rows)[1].max()))
+    assert noise < 0.75, noise
+    return 2 * noise + 0.02
+
+
 def test_a_graph_answers_as_eager(server, record_testsuite_property):  # noqa: F811
-    up_to_k, past_k = [], []
+    up_to_k, past_k, long = [], [], []
     for length in LENGTHS:
         prompt = random_prompt(length, seed=length)
         graph, path = first_and_path(server, [prompt])
@@ -81,13 +87,18 @@ def test_a_graph_answers_as_eager(server, record_testsuite_property):  # noqa: F
         assert len(graph) == len(eager) == length
         near, far = differences(graph, eager)
         up_to_k.append(float(near.max()))
-        past_k.append(far)
+        if length > K:
+            past_k.append(float(far.max()))
+            long.append(prompt)
     allowed = bound(server, [n for n in LENGTHS if n <= 400])
-    text = f"up to k {[f'{d:.2g}' for d in up_to_k]} of {allowed:.3g}, past k {float(torch.cat(past_k).max()):.3g}"
-    record_testsuite_property(server.spec.name, f"graph against eager: {text}")
+    allowed_far = bound_past_k(server, long)
+    near, far = (", ".join(f"{difference:.2g}" for difference in each) for each in (up_to_k, past_k))
+    record_testsuite_property(
+        server.spec.name,
+        f"graph against eager: up to k {near} of {allowed:.3g}, past k {far} of {allowed_far:.3g}",
+    )
     assert all(difference <= allowed for difference in up_to_k)
-    for far in past_k:
-        assert_near(far, allowed)
+    assert all(difference <= allowed_far for difference in past_k)
 
 
 def test_a_cached_prefix_and_several_prompts_in_one_graph(server, record_testsuite_property):  # noqa: F811
@@ -110,9 +121,10 @@ def test_a_cached_prefix_and_several_prompts_in_one_graph(server, record_testsui
     assert len(later) == len(rest.rows)
     # All of them lie past k.
     far = (later - rest.rows).abs().amax(1)
-    allowed = bound(server, (40, 130, 200))
+    allowed, allowed_far = bound(server, (40, 130, 200)), bound_past_k(server, [text])
     record_testsuite_property(
-        f"{server.spec.name} together", f"{apart:.3g}, behind a cached prefix {float(far.max()):.3g} of {allowed:.3g}"
+        f"{server.spec.name} together",
+        f"{apart:.3g} of {allowed:.3g}, behind a cached prefix {float(far.max()):.3g} of {allowed_far:.3g}",
     )
     assert apart <= allowed
-    assert_near(far, allowed)
+    assert float(far.max()) <= allowed_far
