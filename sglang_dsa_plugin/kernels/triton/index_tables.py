@@ -174,7 +174,7 @@ def stream_tiles(gpu: Gpu, kind: str, heads: int, rows: int, requests: int) -> S
     return ScoreTiles(keys, rows, bundle, resident * gpu.processors, stages, warps)
 
 
-def walk_tiles(gpu: Gpu, kind: str, heads: int, rows: int, requests: int, width: int) -> ScoreTiles:
+def walk_tiles(gpu: Gpu, kind: str, heads: int, rows: int, width: int) -> ScoreTiles:
     """Tiles of the kernel that walks rows over a tile of keys."""
     padded = padded_heads(heads)
     if kind == "f32":
