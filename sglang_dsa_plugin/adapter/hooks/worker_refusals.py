@@ -26,6 +26,7 @@ PLACE = "_SGLANG_DSA_PLUGIN_REFUSED"
 _LOOKS_EVERY_S = 0.5
 # A worker that has refused waits to be ended: other ranks would fail in a collective with one that is gone, and say so.
 _WAITS_S = 60.0
+_LEAVES_S = 10.0  # until a process that was killed has given back its memory
 
 _memory: int | None = None
 
@@ -66,6 +67,8 @@ def in_launcher(original: Callable[..., Any], readers: Sequence[Any], processes:
     except Refusal:
         for process in processes:
             process.kill()
+        for process in processes:
+            process.join(_LEAVES_S)
         raise
 
 

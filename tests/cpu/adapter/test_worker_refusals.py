@@ -67,9 +67,7 @@ def test_a_refusal_is_raised_by_the_launcher_which_ends_its_schedulers(launcher,
     with pytest.raises(Refusal) as raised:
         worker_refusals.in_launcher(wait, readers, processes)
     assert str(raised.value) == TEXT
-    for process in processes:
-        process.join(10)
-        assert process.exitcode == -9
+    assert [process.exitcode for process in processes] == [-9]
 
 
 def test_the_refusal_of_any_rank_is_seen_while_another_is_waited_for(launcher):
