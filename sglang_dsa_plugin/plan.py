@@ -44,21 +44,7 @@ class ServingPlan:
     index_key_dtype: torch.dtype
     implementations: dict[str, str]
     reasons: dict[str, str] = field(default_factory=dict)
-    page_size: int = PAGE_SIZE
     capturable: bool = False
-
-    @property
-    def rotate_index(self) -> bool:
-        """Whether index queries and keys are Hadamard-rotated: both when keys are fp8, neither otherwise.
-
-        The rotation leaves dot products alone and only spreads outliers before fp8 rounding, so without fp8 it is
-        work for nothing. Queries and keys read the same answer: rotating one side only picks the wrong tokens.
-        """
-        return self.index_key_dtype == FP8
-
-    def bytes_per_token(self, layers: int, indexing_layers: int) -> int:
-        """Cache bytes of one token: latent rows of all layers plus index keys of the layers that own an indexer."""
-        return layers * self.latent.row_bytes + indexing_layers * index_token_bytes(self.index_key_dtype)
 
     def describe(self) -> str:
         """One line for the log: every choice with its reason."""

@@ -194,8 +194,5 @@ _NUMBA_ROWS = [
     ),
 ]
 
-
-# Kernels first: torch is what remains for other devices, dtypes and sizes.
-
-# In order of preference.
+# In order of preference; torch is what remains for other devices, dtypes and sizes.
 OWN_ROWS = [*_CUDA_ROWS, *_TRITON_ROWS, *_NUMBA_ROWS, *_TORCH_ROWS]

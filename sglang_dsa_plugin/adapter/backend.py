@@ -54,7 +54,7 @@ class DsaBackend(AttentionBackend):
         super().__init__()
         pool = model_runner.token_to_kv_pool
         if not isinstance(pool, DsaPool):
-            raise RuntimeError(
+            raise plan.Refusal(
                 f"the KV pool is {type(pool).__name__}, not this package's DsaPool: another platform plugin or "
                 "feature built it. "
                 "Unset SGLANG_PLATFORM, or set SGLANG_DSA_PLUGIN=off to use SGLang's built-in DSA"

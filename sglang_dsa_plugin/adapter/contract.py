@@ -108,6 +108,8 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("utils.numa_utils.get_cpu_ids_by_node"),
     Symbol("model_executor.model_runner_components.moe_ep_setup.check_quantized_moe_compatibility", ("model_config",)),
     Symbol("entrypoints.warmup.warmup", ("name",)),
+    Symbol("entrypoints.engine._wait_for_scheduler_ready", ("scheduler_pipe_readers", "scheduler_procs")),
+    Symbol("managers.scheduler.Scheduler.__init__"),
     Symbol("managers.io_struct.GenerateReqInput", ("input_ids", "sampling_params")),
     Symbol("layers.quantization.fp8.Fp8Config", ("is_checkpoint_fp8_serialized", "weight_block_size")),
     Symbol("layers.quantization.unquant.UnquantizedLinearMethod.create_weights", ("layer",)),

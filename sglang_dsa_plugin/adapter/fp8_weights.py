@@ -37,6 +37,9 @@ from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
 from sglang.srt.model_loader.weight_utils import RUNAI_STREAMER_TENSOR_ATTR
 
+from sglang_dsa_plugin import plan
+from sglang_dsa_plugin.config import UnsupportedModel
+
 E4M3 = torch.float8_e4m3fn
 SUFFIX = "_scale_inv"
 _REMEDY = "serve a block-fp8 or a bfloat16 version of the model"
@@ -45,12 +48,12 @@ _REMEDY = "serve a block-fp8 or a bfloat16 version of the model"
 def dequantise(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """e4m3 [N, K] and its scales [ceil(N / bn), ceil(K / bk)] -> `dtype` [N, K].
 
-    Raises ValueError when the shapes do not belong together.
+    Raises UnsupportedModel when the shapes do not belong together.
     """
     bn, bk = block
     expected = (-(-weight.shape[0] // bn), -(-weight.shape[1] // bk)) if weight.dim() == 2 else None
     if tuple(scale.shape) != expected:
-        raise ValueError(
+        raise UnsupportedModel(
             f"expected an e4m3 weight [N, K] with scales [ceil(N / {bn}), ceil(K / {bk})], got weight "
             f"{list(weight.shape)} with scales {list(scale.shape)}; check quantization_config.weight_block_size"
         )
@@ -109,7 +112,7 @@ class BlockPairs:
         return scale
 
     def require_complete(self) -> None:
-        """Raise ValueError naming the first tensor whose other half never came."""
+        """Raise UnsupportedModel naming the first tensor whose other half never came."""
         for part, found in self._waiting.items():
             have, lack = (
                 ("e4m3 weight", "weight_scale_inv") if "weight" in found else ("weight_scale_inv", "e4m3 weight")
@@ -126,7 +129,7 @@ class BlockPairs:
             found["weight"](found["scale"])
 
     def _refuse(self, part: str, problem: str) -> NoReturn:
-        raise ValueError(f"fp8 weights: {self.layer}.weight{f' [{part}]' if part else ''}: {problem}")
+        raise UnsupportedModel(f"fp8 weights: {self.layer}.weight{f' [{part}]' if part else ''}: {problem}")
 
 
 def _part(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -184,20 +187,22 @@ class DequantisedFp8Config(Fp8Config):
         weight_block_size: list[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        """The keywords SGLang passes. Raises ValueError naming the key, what is served and what came."""
+        """The keywords SGLang passes. Raises UnsupportedModel, or plan.Refusal, with the key, what is served and what
+        came.
+        """
         if not is_checkpoint_fp8_serialized:
-            raise ValueError(
+            raise plan.Refusal(
                 "--quantization fp8: the checkpoint is not stored in fp8, and quantising it while loading gains "
                 "nothing on a CPU; leave the flag out"
             )
         if activation_scheme != "dynamic":
-            raise ValueError(
+            raise UnsupportedModel(
                 "quantization_config.activation_scheme: expected 'dynamic' on a CPU, got "
                 f"{activation_scheme!r}, whose calibrated activation scales would be ignored; {_REMEDY}"
             )
         sizes = weight_block_size or ()
         if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
-            raise ValueError(
+            raise UnsupportedModel(
                 "quantization_config.weight_block_size: expected two block sizes such as [128, 128] on a CPU, got "
                 f"{weight_block_size!r} (one scale per tensor or channel is not served); {_REMEDY}"
             )
@@ -213,7 +218,7 @@ class DequantisedFp8Config(Fp8Config):
         rank = getattr(config.get("hf_config"), "q_lora_rank", None)
         if rank and rank % made.block[0]:
             # SGLang concatenates q_a_proj and kv_a_proj_with_mqa, weights and scales alike, before they get here.
-            raise ValueError(
+            raise UnsupportedModel(
                 f"q_lora_rank: expected a multiple of the block size {made.block[0]} in an fp8 checkpoint, got {rank}: "
                 f"the blocks of kv_a_proj_with_mqa would be taken for others; {_REMEDY}"
             )

@@ -10,15 +10,14 @@ from typing import Any
 import torch
 
 from sglang_dsa_plugin.config import UnsupportedModel
+from sglang_dsa_plugin.kernel_flags import Refusal
 
 
 class DsaMultiStepBackend:
     """In place of SGLang's multi-step backend of draft models."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        raise NotImplementedError(
-            "speculative decoding is not served yet for DSA models; remove the --speculative-* flags"
-        )
+        raise Refusal("speculative decoding is not served yet for DSA models; remove the --speculative-* flags")
 
 
 class PooledIndexerRefusal(torch.nn.Module):

@@ -29,7 +29,7 @@ class DsaPool(DSATokenToKVPool):
 
     def _create_buffers(self) -> None:
         if self.page_size != PAGE_SIZE:
-            raise ValueError(f"DsaPool: page_size must be {PAGE_SIZE}, got {self.page_size}; leave --page-size out")
+            raise plan.Refusal(f"DsaPool: page_size must be {PAGE_SIZE}, got {self.page_size}; leave --page-size out")
         self.layout = _layout_of(self.dtype, self.kv_cache_dim)
         self._impl_store = plan.forced_impl("latent_rows_store")
         super()._create_buffers()
@@ -171,7 +171,7 @@ def _layout_of(dtype: torch.dtype, width: int) -> LatentLayout:
     for layout in LATENT_LAYOUTS.values():
         if layout.width == width and (layout.dtype == dtype or dtype == FP8 == _values_dtype(layout)):
             return layout
-    raise ValueError(
+    raise plan.Refusal(
         f"DsaPool: no row layout has {width} elements of {dtype}; known: {', '.join(LATENT_LAYOUTS)}. Use "
         "--kv-cache-dtype "
         "auto, bfloat16 or fp8_e4m3"

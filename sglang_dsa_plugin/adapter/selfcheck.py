@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from sglang_dsa_plugin.config import DsaConfig, UnsupportedModel, is_dsa_config
+from sglang_dsa_plugin.kernel_flags import Refusal
+
 _ATTENTION = "sglang.srt.layers.attention"
 
 
@@ -44,10 +47,10 @@ def wrong_classes() -> list[str]:
 
 
 def require_classes() -> None:
-    """Raise RuntimeError, which stops the server, unless every class in use is ours."""
+    """Raise Refusal, which stops the server, unless every class in use is ours."""
     wrong = wrong_classes()
     if wrong:
-        raise RuntimeError(
+        raise Refusal(
             "sglang-dsa-plugin is installed but would not be in use: "
             + "; ".join(wrong)
             + ". Another plugin or platform took its "
@@ -62,15 +65,13 @@ def check_model(model: torch.nn.Module) -> None:
     Does nothing for a model without DSA.
     """
     config = getattr(model, "config", None)
-    from sglang_dsa_plugin.config import DsaConfig, is_dsa_config
-
     if config is None or not is_dsa_config(config):
         return
     require_classes()
     dsa = DsaConfig.from_hf(config)
     wrong = [problem for layer in _attention_layers(model) if (problem := _layer_problem(layer, dsa))]
     if wrong:
-        raise RuntimeError("sglang-dsa-plugin: the loaded model does not match its config: " + "; ".join(wrong))
+        raise UnsupportedModel("the loaded model does not match its config: " + "; ".join(wrong))
 
 
 def _attention_layers(model: torch.nn.Module) -> list[Any]:

@@ -8,7 +8,8 @@
 rope turns the first 64 values in the layout of the config (half-split in DeepSeek-V3.2, interleaved in GLM-5;
 DeepSeek-V3.2-Exp inference code before 2025-11 had it wrong, sglang#13495). norm is LayerNorm (RMSNorm for some
 models) in float32 with an epsilon of its own, 1e-6. The gate stays float32: rounding it to bf16 makes ties
-(sglang#13459). Rotation is on both sides or on neither.
+(sglang#13459). Rotation leaves dot products alone and spreads outliers before fp8 rounding, so without fp8 it would be
+work for nothing; on one side only it would pick the wrong tokens, so both sides ask the keys' dtype.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .. import support
+from .. import settings, support
 from ..cache.layouts import FP8, PAGE_SIZE
 from . import _check, index_scores, select
 
@@ -157,8 +157,6 @@ def _check_picks(op: str, topk: int, init_tokens: int, local_tokens: int, budget
         if not isinstance(value, int) or value < low:
             _check.fail(op, name, f"an int of at least {low}", value)
     if budget_bytes is None:
-        from .. import settings
-
         budget_bytes = settings.scores_budget_bytes()
     least = 4 * (2 * topk + PAGE_SIZE)
     if not isinstance(budget_bytes, int) or budget_bytes < least:

@@ -26,7 +26,6 @@ LEAST_SETS = 20
 MOST_SETS = 1024
 # Where one set alone is larger than the L2, its neighbours have pushed it out before it comes again.
 SETS_PAST_L2 = 3
-LEAST_ROUNDS = 5
 MEASURE_S = 0.008
 SLOWER = 1.05
 

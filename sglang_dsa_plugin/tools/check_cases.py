@@ -179,10 +179,10 @@ def _indexer(normal: Callable, integers: Callable, on: Callable) -> Iterator[Cas
 
     yield Case("index_front", "fp8, half, 32 heads", {"heads": 32}, both, (want, turned), close(1 / 16))
     for heads, rows, count in ((64, 9, 700), (32, 3, 130), (16, 33, 65)):
-        yield from _scoring(heads, rows, count, normal, integers, on)
+        yield from _scoring(heads, rows, count, integers, on)
 
 
-def _scoring(heads: int, rows: int, count: int, normal: Callable, integers: Callable, on: Callable) -> Iterator[Case]:
+def _scoring(heads: int, rows: int, count: int, integers: Callable, on: Callable) -> Iterator[Case]:
     # Small integers: every score is exact in f32, so picks are compared bit for bit.
     q, k = integers(-3, 4, rows, heads, 128).float().to(FP8), integers(-3, 4, count, 128).float().to(FP8)
     scale, gate = 2.0 ** integers(-2, 2, count).float(), integers(-4, 5, rows, heads).float()

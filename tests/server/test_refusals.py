@@ -66,6 +66,8 @@ CASES = {
         "no operator has an implementation of that name",
         {"SGLANG_DSA_PLUGIN_IMPL": "fast"},
     ),
+    # What only the process with the model can tell: SGLang would show its traceback.
+    "quantising while loading": (V32, (*DSA, "--quantization", "fp8"), "--quantization fp8: the checkpoint is not"),
     "bad switch": (
         V32,
         DSA,
@@ -105,6 +107,7 @@ def test_refused_by_name(launch, name):
     assert code == "1", output[-2000:]
     told = [line for line in output.splitlines() if message in line]
     assert len(told) == 1 and told[0].startswith("sglang-dsa-plugin: error: "), output[-2000:]
+    assert output.splitlines()[-1] == told[0]
     assert "Traceback" not in output and "fired up" not in output
 
 

@@ -13,6 +13,7 @@ MODULES = (
     "float32_experts",
     "kv_sizing",
     "warmup",
+    "worker_refusals",
     "last_check",
 )
 

@@ -22,6 +22,7 @@ from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
 from sglang_dsa_plugin import plan, settings, support
 from sglang_dsa_plugin.adapter import refusals
+from sglang_dsa_plugin.adapter.hooks import worker_refusals
 from sglang_dsa_plugin.backend import dense_fallback
 from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
 from sglang_dsa_plugin.config import DsaConfig, UnsupportedModel, is_dsa_config
@@ -82,6 +83,7 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
         _float32_operators()
     if user.get("chunked_prefill_size") is None and not torch.cuda.is_available():
         declare_resolution(server_args, SOURCE, **_first_chunk_dense(server_args, dsa.index_topk))
+    worker_refusals.listen()
     logger.info("sglang-dsa-plugin plan: %s", serving.describe())
 
 

@@ -20,7 +20,7 @@ from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-from sglang_dsa_plugin.adapter.hooks.arguments import hf_config_of
+from sglang_dsa_plugin.adapter.hooks.arguments import SOURCE, hf_config_of
 from sglang_dsa_plugin.config import is_dsa_config
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def choose_backend(server_args: Any, previous: Callable[[Any], None]) -> None:
         config = hf_config_of(server_args)
         if config is not None and is_dsa_config(config):
             if unset:
-                declare_resolution(server_args, "sglang_dsa_plugin", attention_backend="dsa")
+                declare_resolution(server_args, SOURCE, attention_backend="dsa")
             # Inherited by the processes started later, which read it when they import torch.
             os.environ.setdefault(COMPILE, "1")
         bind_threads(cfg.tp_size * cfg.pp_size * cfg.dp_size)

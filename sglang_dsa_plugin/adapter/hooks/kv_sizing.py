@@ -62,14 +62,14 @@ def indexer_bytes(original: Callable[..., int], configurator: Any, *, kvc: Any, 
 def without_scores(original: Callable[..., int], configurator: Any, pre_model_load_memory: float) -> int:
     """Bytes for the KV pool of a DSA model on a GPU: what SGLang found, less the budget of index scores.
 
-    Raises ValueError where that leaves nothing.
+    Raises plan.Refusal where that leaves nothing.
     """
     available = original(configurator, pre_model_load_memory)
     if configurator.device != "cuda" or not is_dsa_config(configurator.model_config.hf_config):
         return available
     budget = settings.scores_budget_bytes()
     if available <= budget:
-        raise ValueError(
+        raise plan.Refusal(
             f"{available >> 20} MiB are left for the KV cache, and SGLANG_DSA_PLUGIN_SCORES_MB={budget >> 20} takes "
             "all of them; lower it, or raise --mem-fraction-static"
         )

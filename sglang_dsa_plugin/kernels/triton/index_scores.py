@@ -76,7 +76,7 @@ def score_ragged(
         return
     kind, q, k = _operands(q, k)
     scale = gate if k_scale is None else k_scale
-    _walk_rows(scores, q, k.contiguous(), scale, gate, start, end, gate, 0, k.shape[0], skip, kind, False, 1)
+    _walk_rows(scores, q, k.contiguous(), scale, gate, start, end, gate, 0, k.shape[0], skip, kind, False)
 
 
 def score_paged(
@@ -117,9 +117,7 @@ def score_paged(
     if tiles is None:
         if tickets is not None:
             tickets.zero_()
-        _walk_rows(
-            scores, q, k, scale, gate, row_to_request, lengths, page_table, k.stride(0), 0, skip, kind, True, requests
-        )
+        _walk_rows(scores, q, k, scale, gate, row_to_request, lengths, page_table, k.stride(0), 0, skip, kind, True)
         if fill:
             fill_past(scores, lengths)
         return
@@ -171,12 +169,11 @@ def _walk_rows(
     skip: int,
     kind: str,
     paged: bool,
-    requests: int,
 ) -> None:
     rows, heads, _ = q.shape
     width = scores.shape[1]
     gpu = index_tables.gpu_of(q.device)
-    tiles = index_tables.walk_tiles(gpu, kind, heads, rows, requests, width)
+    tiles = index_tables.walk_tiles(gpu, kind, heads, rows, width)
     key_tiles = -(-width // tiles.keys)
     rows_kernel[(key_tiles * -(-rows // tiles.rows),)](
         q,

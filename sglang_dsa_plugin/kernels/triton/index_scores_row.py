@@ -14,7 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .index_scores_kernels import DIM, FILLED, PAGE, head_sum, load_keys, load_queries
+from .index_scores_kernels import FILLED
+from .index_scores_parts import DIM, PAGE, head_sum, load_keys, load_queries
 from .pdl import let_next_start, prefetch, prefetch_whole, wait_for_earlier
 
 FETCHED = tl.constexpr(2)  # pages that a program fetches ahead

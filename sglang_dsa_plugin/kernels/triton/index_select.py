@@ -20,7 +20,7 @@ from sglang_dsa_plugin.kernels.torch_impl.select import add_offsets
 from . import index_scores, index_tables
 from .select import positions_to_slots, select_rows, tickets_for
 
-_ALIGNED_ROWS = 16
+_ALIGNED_ROWS = (16, 4)  # lengths of 4 rows are 16 bytes, which is what Triton means by aligned
 ANY_BUDGET = 1 << 40  # bytes: rows without keys take hardly any
 
 # (buffer f32 [n, columns], rows, first column, row lengths from there on, skip, tickets): writes the scores of rows
@@ -189,8 +189,10 @@ def _select(
 
 
 def _whole(rows: int) -> int:
-    """Rounded down, so that what belongs to a row is as aligned in every group as in the first: one kernel for all."""
-    return rows - rows % _ALIGNED_ROWS if rows > _ALIGNED_ROWS else rows
+    """Rounded down, so that what belongs to a row is as aligned in every group as in the first: one kernel for all.
+    Fewer than 4 rows are as many as they may be.
+    """
+    return next((rows - rows % unit for unit in _ALIGNED_ROWS if rows >= unit), rows)
 
 
 def _select_long_row(

@@ -143,7 +143,7 @@ STREAM_FEW_ROWS = 16  # up to which other numbers are the fastest, and programs 
 
 
 def score_kind(gpu: Gpu, dtype: torch.dtype) -> str:
-    """The KIND of index_scores_kernels.py for queries of `dtype`."""
+    """The KIND of index_scores_parts.py for queries of `dtype`."""
     if dtype == torch.float8_e4m3fn:
         return "fp8" if gpu.kind == "cuda" and gpu.sm >= 89 else "bytes"
     return "f32" if dtype == torch.float32 else "plain"
@@ -174,7 +174,7 @@ def stream_tiles(gpu: Gpu, kind: str, heads: int, rows: int, requests: int) -> S
     return ScoreTiles(keys, rows, bundle, resident * gpu.processors, stages, warps)
 
 
-def walk_tiles(gpu: Gpu, kind: str, heads: int, rows: int, requests: int, width: int) -> ScoreTiles:
+def walk_tiles(gpu: Gpu, kind: str, heads: int, rows: int, width: int) -> ScoreTiles:
     """Tiles of the kernel that walks rows over a tile of keys."""
     padded = padded_heads(heads)
     if kind == "f32":
@@ -202,7 +202,7 @@ def fill_programs(gpu: Gpu, rows: int, width: int) -> int:
 
 
 def head_period(gpu: Gpu) -> int:
-    """The PERIOD of index_scores_kernels.py: one for all tiles of a GPU, since the order of a sum follows from it.
+    """The PERIOD of index_scores_parts.py: one for all tiles of a GPU, since the order of a sum follows from it.
 
     Of eight columns in a line of a product, four threads hold two neighbours each; where mma.sync makes it, a second
     warp may hold every other eight. Where they lie otherwise the sum is the same, and its parts are moved.

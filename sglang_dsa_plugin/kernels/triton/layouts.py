@@ -20,10 +20,6 @@ from sglang_dsa_plugin.cache.layouts import LATENT_DIM, QUANT_BLOCK
 
 LAYOUTS = ("bf16_1152", "fp8_656", "fp8_576")
 
-# How e4m3 codes become bf16: "cvt" converts in hardware (SM89 and newer), "bits" with packed integer instructions (any
-# NVIDIA GPU from SM80), "ops" with plain Triton operations (AMD, and the interpreter).
-DECODES = ("cvt", "bits", "ops")
-
 
 @dataclasses.dataclass(frozen=True)
 class RowViews:
@@ -87,7 +83,11 @@ def _decode_ops(words, SHIFT: tl.constexpr):
 
 @triton.jit
 def decode_words(words, DECODE: tl.constexpr):
-    """int32 [n, w] of four e4m3 codes a word, the first in the low byte -> bf16 [n, 4 * w], exact; NaN stays NaN."""
+    """int32 [n, w] of four e4m3 codes a word, the first in the low byte -> bf16 [n, 4 * w], exact; NaN stays NaN.
+
+    DECODE: "cvt" converts in hardware (SM89 and newer), "bits" with packed integer instructions (any NVIDIA GPU from
+    SM80), "ops" with plain Triton operations (AMD, and the interpreter).
+    """
     if DECODE == "cvt":
         b0, b1, b2, b3 = tl.inline_asm_elementwise(
             """

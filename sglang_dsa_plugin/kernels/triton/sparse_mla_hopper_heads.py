@@ -26,7 +26,7 @@ def softmax_step(s, valid, scale_log2, m):
 @gluon.jit
 def store_columns(acc, weight, out_ptr, where, strides, keep, FIRST: gl.constexpr, PARTIAL, SPREAD: gl.constexpr):
     """acc [H, WIDTH] * weight -> columns FIRST .. FIRST + WIDTH of the output, or of the partial result. SPREAD: they
-    are in the order of `sparse_mla_hopper_fp8.spread`.
+    are in the order of `sparse_mla_hopper_codes.spread`.
 
     Straight from the accumulators' layout: four lanes write 32 consecutive bytes of a partial result.
     """

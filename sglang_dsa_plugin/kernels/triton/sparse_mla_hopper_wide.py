@@ -163,13 +163,10 @@ def _sum(
     """Eight warps: the sums of each tile, and the output."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16])
     HEADS: gl.constexpr = gl.SliceLayout(1, MMA)
-    first = span[1]
-    end = span[2]
+    _, first, end, _, _ = span
     nope, rope = k
     low_shared, factors = weights
-    free = barriers[1]
-    high_full = barriers[2]
-    low_full = barriers[3]
+    _, free, high_full, low_full = barriers
     a = gl.zeros([BLOCK_H, 256], gl.float32, layout=MMA)
     b = gl.zeros([BLOCK_H, 256], gl.float32, layout=MMA)
     for i in range(gl.cdiv(end - first, 64)):

@@ -26,7 +26,7 @@ from sglang_dsa_plugin.kernels.triton.sparse_mla_hopper import (
     scan,
     tile_slots,
 )
-from sglang_dsa_plugin.kernels.triton.sparse_mla_hopper_fp8 import WEIGHT_ONE, q_to_shared, spread, to_f16
+from sglang_dsa_plugin.kernels.triton.sparse_mla_hopper_codes import WEIGHT_ONE, q_to_shared, spread, to_f16
 from sglang_dsa_plugin.kernels.triton.sparse_mla_hopper_heads import barrier, softmax_step, store_columns
 
 

@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 from sglang_dsa_plugin.adapter import selfcheck
 from sglang_dsa_plugin.adapter.indexer import DsaIndexer
 from sglang_dsa_plugin.adapter.pool import DsaPool
+from sglang_dsa_plugin.kernel_flags import Refusal
 
 ATTENTION = "sglang.srt.layers.attention."
 OURS = selfcheck.replacements()
@@ -51,7 +52,7 @@ def test_classes_not_replaced_are_named(monkeypatch):
     wrong = selfcheck.wrong_classes()
     for target in OURS:
         assert any(f"{ATTENTION}{target} is {ATTENTION}" in line for line in wrong)
-    with pytest.raises(RuntimeError, match=r"would not be in use: .*DeepseekSparseAttnBackend"):
+    with pytest.raises(Refusal, match=r"would not be in use: .*DeepseekSparseAttnBackend"):
         selfcheck.require_classes()
     for target, ours in OURS.items():
         module, _, name = target.rpartition(".")

@@ -114,7 +114,7 @@ def score_types(kind):
 def test_scores_of_many_rows(name):
     quantised, plain = kinds(name)
     for kind, heads in ((quantised, 64), (plain, 16), *itertools.product((quantised, plain), (128, 100))):
-        tiles = index_tables.walk_tiles(gpu_of(name), kind, heads, 4096, 1, 131072)
+        tiles = index_tables.walk_tiles(gpu_of(name), kind, heads, 4096, 131072)
         constants = {
             "H": heads,
             "HP": index_tables.padded_heads(heads),

@@ -30,7 +30,7 @@ def streamed(name, kind, heads, rows, requests):
 
 def walked(name, kind, heads, rows, paged):
     """PTX of the kernel that walks over rows."""
-    tiles = index_tables.walk_tiles(gpu_of(name), kind, heads, rows, 1, 4096)
+    tiles = index_tables.walk_tiles(gpu_of(name), kind, heads, rows, 4096)
     constants = {"H": heads, "HP": heads, "G": tiles.bundle, "BN": tiles.keys, "KIND": kind, "PAGED": paged}
     constants |= {"ROWS": tiles.rows, "STAGES": tiles.stages}
     kernel = index_scores_kernels.rows_kernel
