@@ -1,7 +1,8 @@
 """Sparse MLA in CUDA C++ (Hopper) on a CUDA device against fp64, with every number of blocks that share a row.
 
 Tried here: junk past the length, slots out of range, any block scale, batch sizes, more than 65535 rows, numbers of
-heads and picks, few heads, padded heads, padded rows.
+heads and picks, few heads, padded heads, rows with gaps and rows that overlap, scores in ascending order, rows that are
+freed, and others at the place of those of a graph.
 """
 
 import math

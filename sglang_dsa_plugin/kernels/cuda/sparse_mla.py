@@ -1,6 +1,7 @@
 """Sparse MLA in CUDA C++ for Hopper: what `sparse_mla.cu` and `sparse_mla_fp8.cu` are compiled and launched with.
 
-No host synchronisation and no state between calls, so a call can be captured in a CUDA graph once the kernel is loaded.
+No host synchronisation, and between calls no state but maps of rows, which say where rows lie (tensor_maps.py). So a
+call can be captured in a CUDA graph once the kernel is loaded.
 """
 
 from __future__ import annotations
