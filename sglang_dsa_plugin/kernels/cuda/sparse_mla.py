@@ -150,7 +150,7 @@ def sparse_mla(
         "sink": sink is not None,
         "wide_slots": slots.dtype == torch.int64,
         "heads": heads,
-        "tensor_copies": tensor_maps.describes(kv_rows),
+        "tensor_copies": form.tensor_copies and tensor_maps.describes(kv_rows),
     }
 
     def kernel(blocks: int, walks: bool = True) -> program.Kernel:
