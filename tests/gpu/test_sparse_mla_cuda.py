@@ -1,7 +1,8 @@
 """Sparse MLA in CUDA C++ (Hopper) on a CUDA device against fp64, with every number of blocks that share a row.
 
 Tried here: junk past the length, slots out of range, any block scale, batch sizes, more than 65535 rows, numbers of
-heads and picks, few heads, padded heads, padded rows.
+heads and picks, few heads, padded heads, rows with gaps and rows that overlap, scores in ascending order, rows that are
+freed, and others at the place of those of a graph.
 """
 
 import math
@@ -254,3 +255,59 @@ def test_strided_and_unaligned_arguments(caches, layout):
     off = apart[:, : kv.shape[1]]
     off.copy_(kv)
     assert_attention(sparse_mla.sparse_mla(q, off, slots, SCALE, layout, impl="cuda"), want)
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("gap", [8, 64, 576])
+def test_rows_with_gaps_between_them(caches, heads, gap):
+    kv = torch.full((N, 576 + gap), math.nan, dtype=torch.bfloat16, device="cuda")[:, :576]
+    kv.copy_(caches["bf16_1152"])
+    slots = picks(140, 330)
+    slots[0, 3:40], slots[7], slots[20, 17:] = -1, -1, N
+    masked = slots.masked_fill(slots >= N, -1)
+    want = reference(queries(140, heads), kv, masked, "bf16_1152")
+    assert_attention(run(queries(140, heads), kv, slots, "bf16_1152"), want)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_that_overlap(caches, layout):
+    """Which the tensor unit gets no map of."""
+    kv = caches[layout][5:6].expand(N, -1)
+    check(queries(140, 16), kv, picks(140, 100), layout, clusters=[None, 2])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("size", [1, 10, 30])
+def test_scores_that_grow_from_pick_to_pick(caches, layout, heads, size):
+    """So that every tile, and every quarter of it, has a larger maximum than those before; or a smaller one."""
+    rows, k = 6, 700
+    q, kv = queries(rows, heads) * size, caches[layout]
+    slots = picks(rows, k)
+    by_score = (q[:, 0].double() @ quant.dequantize_latent(kv, layout, impl="torch").double().T).gather(1, slots.long())
+    slots = slots.gather(1, by_score.argsort(1))
+    slots[1] = slots[1].flip(0)
+    slots[2, :70], slots[3, :16], slots[4, 16:64] = -1, -1, -1
+    check(q, kv, slots, layout, clusters=[1, 2])
+
+
+def test_a_graph_keeps_the_rows_it_was_recorded_with(caches):
+    kv, q, slots = caches["bf16_1152"].clone(), queries(140, 16), picks(140, 100)
+    run(q, kv, slots, "bf16_1152")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(q, kv, slots, "bf16_1152")
+    for size in (100, N):
+        run(q, kv[:size] * 2, slots % size, "bf16_1152")
+    kv.neg_()
+    graph.replay()
+    assert_attention(got, reference(q, kv, slots, "bf16_1152"))
+
+
+def test_rows_that_nobody_holds_are_freed():
+    run(queries(140, 16), torch.zeros(N, 576, dtype=torch.bfloat16, device="cuda"), picks(140, 100), "bf16_1152")
+    before = torch.cuda.memory_allocated()
+    kv = torch.zeros(200_000, 576, dtype=torch.bfloat16, device="cuda")
+    run(queries(140, 16), kv, picks(140, 100), "bf16_1152")
+    del kv
+    assert torch.cuda.memory_allocated() == before

@@ -33,9 +33,11 @@ def server_forms(
     if layout in sparse_mla.FORMS:
         form = sparse_mla.FORMS[layout]
         for cluster in range(1, sparse_mla.MOST_BLOCKS + 1):
-            for heads in (8, 16) if cluster == 1 else (16,):
-                macros = form.defines(cluster, lengths=True, sink=False, wide_slots=False, heads=heads)
-                forms.append((form.source, form.name, macros, form.shared_bytes))
+            for heads, walks in ((8, True), (16, True), (16, False)) if cluster == 1 else ((16, True),):
+                macros = form.defines(cluster, lengths=True, sink=False, wide_slots=False, heads=heads, walks=walks)
+                one = (form.source, form.name, macros, form.shared_bytes)
+                if one not in forms:
+                    forms.append(one)
     if portable is not None:
         rows_layout, heads, fewest = portable
         few_and_many = [sparse_mla_portable.choose(gpu, rows_layout, rows, heads, k) for rows in (fewest, 1 << 20)]

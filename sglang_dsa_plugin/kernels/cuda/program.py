@@ -79,6 +79,11 @@ def kernel(
     return _kernel(source, name, index, _items(defines), shared_bytes)
 
 
+def make_current(index: int) -> None:
+    """Give this thread the context of a CUDA device in which torch has done something."""
+    _cuda_core().Device(index).set_current()
+
+
 class Kernel:
     """One kernel on one device."""
 
@@ -164,7 +169,7 @@ def _kernel(source: str, name: str, index: int, defines: tuple[tuple[str, str], 
 def _module(source: str, index: int, defines: tuple[tuple[str, str], ...]) -> Any:
     major, minor = torch.cuda.get_device_capability(index)
     torch.zeros(1, device=f"cuda:{index}")  # torch's context, if it has none yet
-    _cuda_core().Device(index).set_current()
+    make_current(index)
     return _cuda_core().ObjectCode.from_cubin(_cubin(source, arch_of(10 * major + minor), defines), name=source)
 
 

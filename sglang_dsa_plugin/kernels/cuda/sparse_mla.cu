@@ -1,6 +1,7 @@
 // Sparse MLA over bf16 rows, 16 heads at a time, for Hopper (SM 9.0). Three warpgroups share the work of a block:
 //
-//   copies   fill a ring of tiles of 64 picked rows, 16 bytes a copy
+//   copies   fill a ring of tiles of 64 picked rows: a row a copy, by the unit for copies of tensors (TENSOR_COPIES), or 16
+//            bytes a copy, which is faster in clusters
 //   scores   [16 heads, 64 rows] = q . rows^T, with q in registers; running maximum, weights to shared memory
 //   sums     [16 heads, 512] += weights . rows[:, :512], 128 columns a warp; the output
 //
@@ -8,7 +9,8 @@
 // it needs. Products are m16n8k16 with the heads as the 16. A row is read from shared memory twice and written once,
 // whatever the number of heads. In prefill the group of scores is busy nearly all the time and the GPU's clock follows
 // its power, so what counts are products and what stands between them.
-// The 16-byte pieces of 128 bytes are swapped by the row number, so that eight rows' pieces lie in different banks.
+// The 16-byte pieces of 128 bytes are swapped, so that eight rows' pieces lie in different banks: by the row's number, or
+// as the tensor unit does it.
 //
 // Weights go in as two bf16 numbers, the second what the first cut off (as in sparse_mla_hopper.py): in two products, or
 // with up to 8 heads (HEADS 8) as the 16 of one.
@@ -16,6 +18,8 @@
 // CLUSTER > 1 splits the picks of a row over the blocks of a cluster, which join their sums through each other's shared
 // memory, in the order of the splits: no second launch, no partial results in memory, the same result on every run.
 // CLUSTER 1: blocks walk over the rows, and the copies of the next row start before the last is finished.
+//
+// Compile-time, beside what sparse_mla_parts.cuh names: TENSOR_COPIES, as OWN_MAXIMA with CLUSTER 1 only.
 
 #define ROW_BYTES 1152
 #define STAGE_BYTES (TILE * ROW_BYTES)
@@ -44,48 +48,7 @@ __device__ __forceinline__ void store_weights(u32 weights, u32 head, u32 row, fl
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(to + P_BYTES), "r"(low) : "memory");
 }
 
-// q . rows^T for 16 rows, columns 32 I to the end; fetched[]: what is already in registers.
-template <int I>
-__device__ __forceinline__ void products(float (&part)[2][CHAINS][4], u32 (&fetched)[AHEAD + 1][2][4],
-                                         const u32 (&q)[36][4], u32 at) {
-    if constexpr (I < 18) {
-        if constexpr (I + AHEAD < 18) {
-            constexpr int next = I + AHEAD;
-#pragma unroll
-            for (int n = 0; n < 2; n++)
-                matrices(fetched[next % (AHEAD + 1)][n], (at ^ next % 2 * 64) + 8 * n * ROW_BYTES + next / 2 * 128);
-        }
-#pragma unroll
-        for (int k = 0; k < 2; k++)
-#pragma unroll
-            for (int n = 0; n < 2; n++) {
-                const u32(&x)[4] = fetched[I % (AHEAD + 1)][n];
-                product(part[n][(2 * I + k) % CHAINS], q[2 * I + k], x[2 * k], x[2 * k + 1]);
-            }
-        products<I + 1>(part, fetched, q, at);
-    }
-}
-
-__device__ __forceinline__ void scores_of_quarter(float (&d)[2][4], const u32 (&q)[36][4], u32 rows, u32 lane) {
-    u32 at = rows + lane % 8 * ROW_BYTES + ((lane / 8 ^ lane % 8) * 16);
-    float part[2][CHAINS][4];
-    u32 fetched[AHEAD + 1][2][4];
-#pragma unroll
-    for (int n = 0; n < 2; n++)
-#pragma unroll
-        for (int k = 0; k < CHAINS; k++)
-#pragma unroll
-            for (int j = 0; j < 4; j++) part[n][k][j] = 0;
-#pragma unroll
-    for (int i = 0; i < AHEAD; i++)
-#pragma unroll
-        for (int n = 0; n < 2; n++) matrices(fetched[i][n], (at ^ i % 2 * 64) + 8 * n * ROW_BYTES + i / 2 * 128);
-    products<0>(part, fetched, q, at);
-#pragma unroll
-    for (int n = 0; n < 2; n++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) d[n][j] = (part[n][0][j] + part[n][1][j]) + (part[n][2][j] + part[n][3][j]);
-}
+#include "sparse_mla_scores.cuh"
 
 // The group of scores, a quarter of a tile each warp. A tile's weights are made at once: between the products of the next
 // tile they would have to wait for its rows. The last turn of an item hands over what turns the sums into the output.
@@ -103,11 +66,18 @@ __device__ void scores(const Arguments& a, const Shared& s) {
 #pragma unroll
             for (int j = 0; j < 36; j++) matrices(q[j], (at ^ j % 4 * 32) + j / 4 * 128);
         }
+        done_reading();
         warp_arrive(place.empty(s), lane == 0);
         place.add(1);
 
+#if OWN_MAXIMA
+        Stream own;
+        own.m[0] = own.m[1] = LOWEST;
+        bool first = true;
+#else
         Softmax own;
         own.m[0] = own.m[1] = minus_inf();
+#endif
         own.total[0] = own.total[1] = 0;
         for (bool last = false; !last; place.add(4)) {
             Place mine = place.plus(warp);
@@ -116,14 +86,20 @@ __device__ void scores(const Arguments& a, const Shared& s) {
             last = info[mine.slot].last;
             float d[2][4];
             scores_of_quarter(d, q, mine.at(s), lane);
+            done_reading();
 #pragma unroll
             for (int n = 0; n < 2; n++)
 #pragma unroll
                 for (int j = 0; j < 4; j++)
                     own.d[n][j] = bits >> (8 * n + j % 2) & 1 ? d[n][j] * a.scale_log2 : minus_inf();
-            Steps steps = {s, own, hand.stage, warp, g, c};
             barrier_wait(s.taken + 8 * hand.stage, hand.parity);
+#if OWN_MAXIMA
+            own.hand_over(s, hand.stage, first, warp, g, c);
+            first = false;
+#else
+            Steps steps = {s, own, hand.stage, warp, g, c};
             steps.run_all();
+#endif
             hand.next();
         }
         end_row(a, s, Item(a, i), own.m, own.total, hand.stage, hand.parity);
@@ -132,12 +108,20 @@ __device__ void scores(const Arguments& a, const Shared& s) {
 }
 
 // What the sums of 64 columns take of 16 rows: weights of high and low parts, and values.
-struct Weights { u32 high[4], low[4]; };
+struct Weights {
+    u32 high[4], low[4];
+    float m[2];  // with OWN_MAXIMA: with which they count, of a lane's heads
+};
 struct Values { u32 x[4][4]; };
 
 __device__ __forceinline__ void fetch(Weights& w, u32 at) {
     matrices(w.high, at);
     if constexpr (HEADS > 8) matrices(w.low, at + P_BYTES);
+}
+
+__device__ __forceinline__ void fetch(float (&m)[2], const float* maxima, u32 g, u32 above) {
+    m[0] = maxima[g];
+    m[1] = maxima[g + above];
 }
 
 __device__ __forceinline__ void fetch(Values& v, u32 at) {
@@ -160,16 +144,26 @@ __device__ void sums(const Arguments& a, const Shared& s) {
         for (int n = 0; n < 16; n++)
 #pragma unroll
             for (int j = 0; j < 4; j++) acc[n][j] = 0;
+#if OWN_MAXIMA
+        float m[2] = {LOWEST, LOWEST};
+#endif
         for (bool last = false; !last; place.add(4)) {
-            // The group of scores has seen that the tile is there.
-            barrier_wait(s.ready + 8 * hand.stage, hand.parity);
+            // The group of scores has seen that the rows are there.
+            barrier_wait(s.ready_at(hand.stage, 0), hand.parity);
             u32 weights = s.weights + hand.stage * WEIGHT_BYTES + lane % 16 * P_PITCH + lane / 16 * 16;
-            u32 inside = lane % 16 * ROW_BYTES + 256 * warp + ((lane / 16 ^ lane % 8) * 16);
+            u32 inside[2];
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                inside[half] = lane % 16 * ROW_BYTES + 256 * warp + 128 * half + swapped(lane / 16, lane, 2 * warp + half);
             Weights w[2];
             Values v[2];
             fetch(w[0], weights);
-            fetch(v[0], place.at(s) + inside);
+            fetch(v[0], place.at(s) + inside[0]);
             last = info[place.slot].last;
+#if OWN_MAXIMA
+            const float* maxima = s.floats(s.maxima) + 64 * hand.stage;
+            fetch(w[0].m, maxima, g, above);
+#else
             float factor[2] = {factors[16 * hand.stage + g], factors[16 * hand.stage + g + above]};
             if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) {
 #pragma unroll
@@ -177,19 +171,40 @@ __device__ void sums(const Arguments& a, const Shared& s) {
 #pragma unroll
                     for (int j = 0; j < 4; j++) acc[n][j] *= factor[j / 2];
             }
+#endif
 #pragma unroll
             for (int part = 0; part < 8; part++) {
                 const int k = part / 2, half = part % 2, next = (part + 1) / 2;
+#if OWN_MAXIMA
+                if (half == 0) {
+                    Weights& own = w[k % 2];
+                    if (__any_sync(~0u, own.m[0] != m[0] || own.m[1] != m[1]))
+                        in_common(own.high, own.low, own.m, m, acc);
+                    fetch(v[1], place.plus(k).at(s) + inside[1]);
+                }
+#else
                 if (part < 7) {
                     if (half == 1) fetch(w[next % 2], weights + 32 * next);
-                    fetch(v[(part + 1) % 2], place.plus(next).at(s) + inside + (1 - half) * 128);
+                    fetch(v[(part + 1) % 2], place.plus(next).at(s) + inside[1 - half]);
                 }
+#endif
                 // A sum waits for its last product, so eight others come in between.
                 const u32(&x)[4][4] = v[part % 2].x;
 #pragma unroll
                 for (int n = 0; n < 8; n++)
                     product(acc[8 * half + n], w[k % 2].high, x[n / 2][n % 2 * 2], x[n / 2][n % 2 * 2 + 1]);
-                if (half == 1) warp_arrive(place.plus(k).empty(s), lane == 0);
+                if (half == 1) {
+                    done_reading();
+                    warp_arrive(place.plus(k).empty(s), lane == 0);
+#if OWN_MAXIMA
+                    if (k < 3) {  // the quarter is given back before the next is waited for
+                        barrier_wait(s.ready_at(hand.stage, next), hand.parity);
+                        fetch(w[next % 2], weights + 32 * next);
+                        fetch(w[next % 2].m, maxima + 16 * next, g, above);
+                        fetch(v[0], place.plus(next).at(s) + inside[0]);
+                    }
+#endif
+                }
                 if constexpr (HEADS > 8) {
 #pragma unroll
                     for (int n = 0; n < 8; n++)
@@ -200,7 +215,7 @@ __device__ void sums(const Arguments& a, const Shared& s) {
             hand.next();
         }
 
-        barrier_wait(s.ready + 8 * hand.stage, hand.parity);
+        barrier_wait(s.ready_at(hand.stage, 0), hand.parity);
         if constexpr (HEADS == 8) {
 #pragma unroll
             for (int n = 0; n < 16; n++)
@@ -237,15 +252,23 @@ __device__ void sums(const Arguments& a, const Shared& s) {
 }
 
 // q bf16 [R, H, 512] and q_rope [R, H, 64], rows of 1152 bytes every kv_stride bytes, all on 16-byte bounds; strides of
-// q, q_rope, out and slots in elements. out bf16 [R, H, 512], lse f32 [R, H], natural. items: R * ceil(H / 16). Grid:
+// q, q_rope, out and slots in elements. map: of the rows (kernels/cuda/tensor_maps.py). out bf16 [R, H, 512], lse f32 [R, H], natural. items: R * ceil(H / 16). Grid:
 // any number of blocks (CLUSTER 1), or items clusters.
 extern "C" __global__ void __launch_bounds__(3 * GROUP, 1)
 sparse_mla_bf16(const u16* q, const u16* q_rope, const char* rows, const slot_t* slots, const int* lengths,
                 const float* sink, u16* out, float* lse, long long q_row, long long q_head, long long rope_row,
                 long long rope_head, long long kv_stride, long long slots_row, long long out_row, long long out_head,
-                int count, int heads, int picks, int items, float scale_log2) {
-    extern __shared__ __align__(128) char memory[];
+                int count, int heads, int picks, int items, float scale_log2
+#if TENSOR_COPIES
+                , const __grid_constant__ TensorMap map
+#endif
+) {
+    extern __shared__ __align__(1024) char memory[];
     Arguments a = {q, q_rope, rows, slots, lengths, sink, out, lse, q_row, q_head, rope_row, rope_head, kv_stride,
-                   slots_row, out_row, out_head, count, heads, picks, items, scale_log2};
+                   slots_row, out_row, out_head, count, heads, picks, items, scale_log2
+#if TENSOR_COPIES
+                   , &map
+#endif
+    };
     run_block(a, memory);
 }

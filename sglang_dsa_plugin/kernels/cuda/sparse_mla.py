@@ -1,6 +1,7 @@
 """Sparse MLA in CUDA C++ for Hopper: what `sparse_mla.cu` and `sparse_mla_fp8.cu` are compiled and launched with.
 
-No host synchronisation and no state between calls, so a call can be captured in a CUDA graph once the kernel is loaded.
+No host synchronisation, and between calls no state but maps of rows, which say where rows lie (tensor_maps.py). So a
+call can be captured in a CUDA graph once the kernel is loaded.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from sglang_dsa_plugin.kernels.cuda import program
+from sglang_dsa_plugin.kernels.cuda import program, tensor_maps
 from sglang_dsa_plugin.kernels.cuda.sparse_mla_operands import Operands, rows_on_bounds
 from sglang_dsa_plugin.kernels.triton import index_tables
 from sglang_dsa_plugin.kernels.triton.sparse_mla import sparse_mla as triton_sparse_mla
@@ -30,18 +31,33 @@ LANES_ARRIVE = False
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The kernel of one layout. row_bytes: of a cache row; stages: tiles in the ring; slots: its places."""
+    """The kernel of one layout. row_bytes: of a cache row; stages: tiles in the ring; slots: its places; tensor_copies:
+    whether the tensor unit copies rows; own_maxima: whether every warp of scores has a maximum of its own. Both where
+    blocks share no row, as in prefill: in decode they were slower.
+    """
 
     source: str
     name: str
     row_bytes: int
     stages: int
     slots: int
+    tensor_copies: bool = False
+    own_maxima: bool = False
 
     def defines(
-        self, cluster: int, *, lengths: bool, sink: bool, wide_slots: bool, heads: int = _HEADS
+        self,
+        cluster: int,
+        *,
+        lengths: bool,
+        sink: bool,
+        wide_slots: bool,
+        heads: int = _HEADS,
+        tensor_copies: bool = True,
+        walks: bool = True,
     ) -> dict[str, int]:
-        """Macros. wide_slots: int64. The form for up to 8 heads was measured for blocks that share no row."""
+        """Macros. wide_slots: int64. The form for up to 8 heads was measured for blocks that share no row.
+        tensor_copies: whether the tensor unit can copy these rows. walks: whether there are more rows than blocks.
+        """
         return {
             "CLUSTER": cluster,
             "STAGES": self.stages,
@@ -51,18 +67,24 @@ class Form:
             "SLOTS64": int(wide_slots),
             "LANES_ARRIVE": int(LANES_ARRIVE or cluster > 1),
             "READERS_FENCE": int(LANES_ARRIVE),
+            "TENSOR_COPIES": int(self.maps(cluster, tensor_copies)),
+            "OWN_MAXIMA": int(self.own_maxima and cluster == 1 and (walks or heads <= 8)),
         }
+
+    def maps(self, cluster: int, can: bool) -> bool:
+        """Whether it is handed a map of the rows, by which the tensor unit copies them. can: whether that can."""
+        return self.tensor_copies and can and cluster == 1
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, as `Shared` of the source divides it."""
         ring = self.stages * _TILE * self.row_bytes + 32 * self.slots  # tiles; of a place its information, two barriers
-        turn = _HEADS * (4 * _TILE + 32 + 4 + 16) + 16  # weights, factors, maxima, and two barriers
-        return ring + 2 * turn + 8 * _HEADS
+        turn = _HEADS * (4 * _TILE + 32 + 4 + 16) + 40  # weights, factors, maxima, and up to five barriers
+        return ring + 2 * turn + 8 * _HEADS + 16 * _HEADS  # what a row ends and begins with
 
 
 FORMS = {
-    "bf16_1152": Form("sparse_mla.cu", "sparse_mla_bf16", 1152, 3, slots=12),
+    "bf16_1152": Form("sparse_mla.cu", "sparse_mla_bf16", 1152, 3, slots=12, tensor_copies=True, own_maxima=True),
     "fp8_656": Form("sparse_mla_fp8.cu", "sparse_mla_fp8", 656, 4, slots=4),
 }
 
@@ -123,10 +145,16 @@ def sparse_mla(
     tiles = -(-heads // _HEADS)
     processors = index_tables.gpu_of(q.device).processors
 
-    def kernel(blocks: int) -> program.Kernel:
-        wide = slots.dtype == torch.int64
-        asked = {"lengths": lengths is not None, "sink": sink is not None, "wide_slots": wide, "heads": heads}
-        macros = form.defines(blocks, **asked)
+    asked = {
+        "lengths": lengths is not None,
+        "sink": sink is not None,
+        "wide_slots": slots.dtype == torch.int64,
+        "heads": heads,
+        "tensor_copies": form.tensor_copies and tensor_maps.describes(kv_rows),
+    }
+
+    def kernel(blocks: int, walks: bool = True) -> program.Kernel:
+        macros = form.defines(blocks, walks=walks, **asked)
         return program.kernel(form.source, form.name, q.device, macros, shared_bytes=form.shared_bytes)
 
     if cluster is None:
@@ -142,7 +170,8 @@ def sparse_mla(
 
     for count, blocks in parts:
         items = count * tiles
-        kernel(blocks).launch(
+        mapped = form.maps(blocks, asked["tensor_copies"])
+        kernel(blocks, walks=items > processors).launch(
             min(items, processors) if blocks == 1 else items,
             _THREADS,
             (
@@ -167,6 +196,7 @@ def sparse_mla(
                 ctypes.c_int32(picks),
                 ctypes.c_int32(items),
                 ctypes.c_float(scale * _LOG2E),
+                *([tensor_maps.of_rows(kv_rows)] if mapped else []),
             ),
             cluster=blocks,
             pdl=True,

@@ -7,26 +7,42 @@ __device__ __forceinline__ void end_row(const Arguments& a, const Shared& s, con
                                         const float (&total)[2], u32 hand, u32 parity) {
     u32 lane = threadIdx.x % 32, warp = threadIdx.x % GROUP / 32, g = lane / 4, c = lane % 4;
     float* sums = s.floats(s.maxima) + 64 * hand;
+#if OWN_MAXIMA
+    // Maxima go where weights were, and sums where the group of sums has read the last maxima.
+    float* own_maxima = s.floats(s.weights + hand * WEIGHT_BYTES);
+    barrier_wait(s.taken + 8 * hand, parity);
+#endif
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; h++) {
         float sum = lanes_sum(total[h]);
-        if (speaks(g, c)) sums[lane_head(g, c, h) * 4 + warp] = sum;
+        if (speaks(g, c)) {
+            sums[lane_head(g, c, h) * 4 + warp] = sum;
+#if OWN_MAXIMA
+            own_maxima[lane_head(g, c, h) * 4 + warp] = m[h];
+#endif
+        }
     }
     group_sync(1);
+#if !OWN_MAXIMA
     barrier_wait(s.taken + 8 * hand, parity);
+#endif
     if (warp == 0) {
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; h++) {
             const u32 local = lane_head(g, c, h);
             float4 x = *(const float4*)(sums + local * 4);
+            float most = m[h];
+#if OWN_MAXIMA
+            most = sums_in_common(x, *(const float4*)(own_maxima + local * 4));
+#endif
             float sum = (x.x + x.y) + (x.z + x.w), weight = 1;
 #if CLUSTER > 1
-            s.floats(s.stats)[local] = m[h];
+            s.floats(s.stats)[local] = most;
             s.floats(s.stats)[local + 16] = sum;
 #else
             // A sum of weights is NaN when a row holds NaN, and must stay so.
-            bool some = m[h] > minus_inf() || sum != sum;
-            float lse = some ? m[h] + log2_of(sum) : minus_inf();
+            bool some = most > minus_inf() || sum != sum;
+            float lse = some ? most + log2_of(sum) : minus_inf();
             weight = some ? 1 / sum : 0.f;
             int head = item.head0 + local;
             if (head < a.heads) {
@@ -39,7 +55,7 @@ __device__ __forceinline__ void end_row(const Arguments& a, const Shared& s, con
             if (speaks(g, c)) s.floats(s.factors)[16 * hand + local] = weight;
         }
     }
-    warp_arrive(s.ready + 8 * hand, lane == 0);
+    warp_arrive(s.ready_at(hand, warp), lane == 0);
 }
 
 #if CLUSTER > 1

@@ -9,8 +9,8 @@
 //
 // and the functions that are declared below the structures.
 //
-// Compile-time: CLUSTER, STAGES, HEADS, HAS_LENGTHS, HAS_SINK, SLOTS64, LANES_ARRIVE, READERS_FENCE
-// (kernels/cuda/sparse_mla.py).
+// Compile-time: CLUSTER, STAGES, HEADS, HAS_LENGTHS, HAS_SINK, SLOTS64, LANES_ARRIVE, READERS_FENCE, OWN_MAXIMA
+// (kernels/cuda/sparse_mla.py). OWN_MAXIMA: every warp of scores has a maximum of its own (sparse_mla_streams.cuh).
 // HEADS: 16, or 8 where a row of queries has no more; products have 16 all the same.
 
 #include "warps.cuh"
@@ -70,6 +70,8 @@ __device__ __forceinline__ void warp_arrive_copied(u32 at, bool first) {
     else if (first) barrier_arrive(at, WARP_COPIES);
 }
 
+#define READY_PARTS (OWN_MAXIMA ? 4 : 1)  // of a tile, whose weights are handed over each for itself
+
 struct Info { u64 mask; u32 last, none; };
 
 // Addresses in shared memory. The ring has STAGES tiles; weights, factors, maxima, ready and taken have two, so that
@@ -78,10 +80,11 @@ struct Shared {
     u32 ring;     // tiles; a row's queries take a turn, too
     u32 weights;  // [2][16 heads] of 64 rows, in the form of store_weights
     u32 factors;  // f32 [2][16 heads]: of what was summed so far; at a row's end of the sums
-    u32 maxima;   // f32 [2][16 heads][4 warps]
+    u32 maxima;   // f32 [2][16 heads][4 warps], with OWN_MAXIMA [2][4 warps][16 heads]
     u32 stats;    // f32 [maximum, sum of weights][16 heads]
     u32 info;     // Info [SLOTS]
     u32 full, empty, ready, taken;
+    u32 firsts;   // f32 [16 heads][4 warps], with OWN_MAXIMA: maxima of a row's first tile
     char* memory;
 
     __device__ __forceinline__ Shared(char* at) : memory(at) {
@@ -94,7 +97,12 @@ struct Shared {
         full = info + SLOTS * 16;
         empty = full + SLOTS * 8;
         ready = empty + SLOTS * 8;
-        taken = ready + 16;
+        taken = ready + 16 * READY_PARTS;
+        firsts = taken + 16;
+    }
+    // The barrier that tells of the weights of a turn's tile, or of its quarter that a warp made.
+    __device__ __forceinline__ u32 ready_at(u32 hand, u32 warp) const {
+        return ready + 8 * (READY_PARTS * hand + warp % READY_PARTS);
     }
     __device__ __forceinline__ float* floats(u32 address) const { return (float*)(memory + (address - ring)); }
     __device__ __forceinline__ Info* infos() const { return (Info*)(memory + (info - ring)); }
@@ -106,7 +114,7 @@ struct Shared {
             barrier_init(empty + 8 * i, EMPTY_ARRIVALS);
         }
         for (int i = 0; i < 2; i++) {
-            barrier_init(ready + 8 * i, 4 * WARP_ARRIVALS);
+            for (u32 k = 0; k < READY_PARTS; k++) barrier_init(ready_at(i, k), 4 / READY_PARTS * WARP_ARRIVALS);
             barrier_init(taken + 8 * i, 4 * WARP_ARRIVALS);
         }
     }
@@ -124,6 +132,7 @@ struct Arguments {
     long long q_row, q_head, rope_row, rope_head, kv_stride, slots_row, out_row, out_head;
     int count, heads, picks, items;
     float scale_log2;
+    const TensorMap* map;  // of the rows, where the tensor unit copies them
 };
 
 // A thread of the copying group. A warp copies 16 of the 64 rows of a tile, eight lanes 128 consecutive bytes of a row.
@@ -225,4 +234,7 @@ __device__ __forceinline__ void copy_queries(const Arguments& a, const Item& ite
 }
 
 #include "sparse_mla_softmax.cuh"
+#if OWN_MAXIMA
+#include "sparse_mla_streams.cuh"
+#endif
 #include "sparse_mla_end.cuh"

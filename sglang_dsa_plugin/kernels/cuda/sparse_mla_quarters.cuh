@@ -19,8 +19,36 @@ struct Place {
     __device__ __forceinline__ u32 empty(const Shared& s) const { return s.empty + 8 * slot; }
 };
 
-// 16 picked rows, by one warp. slot: its lane's, or -1.
-__device__ __forceinline__ void copy_quarter(const Arguments& a, u32 to, int slot, const Copier& me) {
+__device__ __forceinline__ void hand_over(const Shared& s, const Place& place, u32 lane) {
+    if (lane == 0) barrier_arrive(place.full(s));
+    arrive_when_copied(place.full(s));
+}
+
+// What readers of a quarter know it by. One lane; before its word to the barrier.
+__device__ __forceinline__ void tell(const Shared& s, const Place& place, u32 mask, bool last) {
+    s.infos()[place.slot].mask = mask;
+    s.infos()[place.slot].last = last;
+}
+
+#if TENSOR_COPIES
+// 16 picked rows, by one warp, a row a lane. slot: its lane's, or -1. What is masked has weight 0, and 0 times what lies
+// there must be 0: the tensor has no row -1, so zeros come.
+__device__ __forceinline__ void copy_quarter(const Arguments& a, const Shared& s, const Place& place, int slot, u32 mask,
+                                             bool last, const Copier& me) {
+    // What lay there was read, and queries were written, by other means than bulk copies.
+    fence_bulk();
+    if (me.lane == 0) {
+        tell(s, place, mask, last);
+        barrier_expect(place.full(s), 16 * ROW_BYTES);
+    }
+    if (me.lane < 16) copy_row(place.at(s) + me.lane * ROW_BYTES, a.map, slot, place.full(s));
+    warp_arrive_copied(place.full(s), me.lane == 0);
+}
+#else
+// The same, 16 bytes a copy: zeros for what is masked.
+__device__ __forceinline__ void copy_quarter(const Arguments& a, const Shared& s, const Place& place, int slot, u32 mask,
+                                             bool last, const Copier& me) {
+    u32 to = place.at(s);
 #pragma unroll
     for (int r = 0; r < 4; r++) {
         u32 local = 4 * r + me.own;
@@ -30,12 +58,10 @@ __device__ __forceinline__ void copy_quarter(const Arguments& a, u32 to, int slo
 #pragma unroll
         for (int j = 0; j < 9; j++) copy16(there + 128 * j, from + 128 * j, from_slot >= 0);
     }
+    if (me.lane == 0) tell(s, place, mask, last);
+    hand_over(s, place, me.lane);
 }
-
-__device__ __forceinline__ void hand_over(const Shared& s, const Place& place, u32 lane) {
-    if (lane == 0) barrier_arrive(place.full(s));
-    arrive_when_copied(place.full(s));
-}
+#endif
 
 // The copying group.
 __device__ void copies(const Arguments& a, const Shared& s, u32 rank) {
@@ -43,7 +69,6 @@ __device__ void copies(const Arguments& a, const Shared& s, u32 rank) {
     int i = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
     if (i >= a.items) return;
     u32 first = 0;  // the warp that copies the queries; the one behind it copies the first quarters, and so on
-    Info* info = s.infos();
     Place place = {me.warp, 1};
     Picks picks(a, Item(a, i), rank, (me.warp - 1) % 4, me.lane);
     for (; i < a.items; i += step, first = (first + 1) % 4) {
@@ -57,17 +82,12 @@ __device__ void copies(const Arguments& a, const Shared& s, u32 rank) {
             hand_over(s, place, me.lane);
             place.add(4);
         }
+#pragma unroll 1
         for (int t = 0; t < picks.tiles; t++) {
             int slot = picks.next(a);
             u32 mask = __ballot_sync(~0u, slot >= 0) & 0xffff;
             barrier_wait(place.empty(s), place.parity);
-            // What is masked has weight 0, and 0 times what lies there must be 0: it becomes zeros.
-            copy_quarter(a, place.at(s), slot, me);
-            if (me.lane == 0) {
-                info[place.slot].mask = mask;
-                info[place.slot].last = t == picks.tiles - 1;
-            }
-            hand_over(s, place, me.lane);
+            copy_quarter(a, s, place, slot, mask, t == picks.tiles - 1, me);
             place.add(4);
         }
         picks = following;

@@ -1,5 +1,5 @@
 // The weights of a tile in the sparse MLA kernels for Hopper: which scores a lane has, and the softmax over four warps and
-// all tiles of a row.
+// all tiles of a row (with OWN_MAXIMA that of sparse_mla_streams.cuh).
 
 // Lane 4 g + c of a warp has, of a tile's scores of the warp's 16 rows, those of heads g and g + 8 and of rows 8 n + 2 c and
 // the next; with PICKS_FIRST those of heads 2 c and the next and of rows g and g + 8.
@@ -100,7 +100,7 @@ struct Steps {
                 store_weights(to, g + 8 * h, 16 * warp + 8 * n + 2 * c, p0, p1);
             }
         }
-        if constexpr (STEP == 11) warp_arrive(s.ready + 8 * hand, g == 0 && c == 0);
+        if constexpr (STEP == 11) warp_arrive(s.ready_at(hand, warp), g == 0 && c == 0);
     }
     // What may stand ahead of the products of part I: a step as early as the one before allows, for the sums wait for these
     // weights, and the tile stays in the ring until then.

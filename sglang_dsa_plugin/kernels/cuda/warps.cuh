@@ -24,6 +24,16 @@ __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u
                  "l"(from), "r"(bytes), "r"(bar) : "memory");
 }
 
+// What the unit that copies tensors knows of one (CUtensorMap), as an argument of a kernel.
+struct __align__(64) TensorMap { u64 opaque[16]; };
+
+// Row `row` of a tensor of rows of so many times 128 bytes, zeros where it has no such row; the barrier counts the bytes
+// when they are there. The 16-byte pieces of 128 bytes of shared memory come swapped by the number of these 128 bytes.
+__device__ __forceinline__ void copy_row(u32 to, const TensorMap* map, int row, u32 bar) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+                 "[%1, {%3, %3, %4}], [%2];" ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(row) : "memory");
+}
+
 // All threads of one warpgroup; id 1 or 2.
 __device__ __forceinline__ void group_sync(u32 id) {
     asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");

@@ -22,7 +22,7 @@ from sglang_dsa_plugin.adapter import preload
 from sglang_dsa_plugin.adapter.hooks import warmup
 from sglang_dsa_plugin.cache.layouts import FP8, INDEX_PAGE_BYTES, LATENT_LAYOUTS
 from sglang_dsa_plugin.kernel_flags import KernelFlags
-from sglang_dsa_plugin.kernels.cuda import prepare, program
+from sglang_dsa_plugin.kernels.cuda import prepare, program, tensor_maps
 from sglang_dsa_plugin.kernels.cuda import sparse_mla as sparse_mla_cuda
 from sglang_dsa_plugin.kernels.triton import (
     index_front,
@@ -116,6 +116,7 @@ def seen(monkeypatch):
         return Loaded()
 
     monkeypatch.setattr(program, "kernel", kernel)
+    monkeypatch.setattr(tensor_maps, "of_rows", lambda _: None)
 
     def scores(q, kv, weights, ks, ke, clean_logits, max_seqlen_k=0):
         # One kernel for all shapes where a column is a key, another one where it counts from a row's first key.

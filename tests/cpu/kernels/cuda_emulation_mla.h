@@ -105,6 +105,32 @@ inline void copy_bulk(u32 to, const void* from, u32 bytes, u32 at) {
     pending.push_back({[=] { memcpy(there, from, bytes), b->bytes -= bytes, settle(*b); }, b});
 }
 
+// Of a tensor's copies what the kernel relies on: a row outside the tensor is zeros, and 16 bytes of 128 change places by
+// the number of these 128 bytes in shared memory.
+#define __grid_constant__
+struct TensorMap {
+    const char* rows;
+    long long stride;
+    int count;
+};
+inline void copy_row(u32 to, const TensorMap* map, int row, u32 at) {
+    if (to % 128) die("a copy off its bounds");
+    if (!fenced[now - fibers]) die("a bulk copy without a fence behind the wait for its place");
+    Counter* b = &at_address<Counter>(at);
+    at_address<char>(to + 1152 - 1);
+    memset(&at_address<char>(to), 0x7e, 1152);
+    const bool real = row >= 0 && row < map->count;
+    const char* from = real ? map->rows + row * map->stride : nullptr;
+    char* base = memory_of[now->block];
+    pending.push_back({[=] {
+        for (u32 i = 0; i < 1152; i += 16) {
+            char* there = base + ((to + i) ^ (to + i) / 128 % 8 * 16);
+            real ? memcpy(there, from + i, 16) : memset(there, 0, 16);
+        }
+        b->bytes -= 1152, settle(*b);
+    }, b});
+}
+
 // What lanes give one another, two places in turn as in `exchange`.
 static u32 given[WARPS_OF_ALL][2][32][6];
 inline u32 (*give(std::initializer_list<u32> mine))[6] {
@@ -160,6 +186,9 @@ inline u32 bf16_of(float x) {
     return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline u32 pair(float x, float y) { return bf16_of(x) | bf16_of(y) << 16; }
+inline u32 scaled(u32 both, u32 by) {
+    return pair(half_of(both, 0) * half_of(by, 0), half_of(both, 1) * half_of(by, 1));
+}
 inline float low_half(u32 both) { return half_of(both, 0); }
 inline float high_half(u32 both) { return half_of(both, 1); }
 inline u32 f16_of(float x) {

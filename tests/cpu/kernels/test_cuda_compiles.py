@@ -140,7 +140,8 @@ def launched_early():
         defines = plan.defines(lengths=True, sink=True, wide_slots=False, pdl=True)
         yield sparse_mla_portable.SOURCE, program.arch_of(sm), defines
     for form in sparse_mla.FORMS.values():
-        yield form.source, "sm_90a", form.defines(8, lengths=True, sink=True, wide_slots=True)
+        for cluster in (1, 8):
+            yield form.source, "sm_90a", form.defines(cluster, lengths=True, sink=True, wide_slots=True)
 
 
 def test_no_memory_is_touched_ahead_of_the_wait(tmp_path):
@@ -149,7 +150,7 @@ def test_no_memory_is_touched_ahead_of_the_wait(tmp_path):
     for source, arch, defines in launched_early():
         (tmp_path / "kernel.cubin").write_bytes(program.compile_only(source, arch, defines)[0])
         text = subprocess.check_output([disassemble, "-c", tmp_path / "kernel.cubin"], text=True)
-        found = re.findall(r"\b(ACQBULK|LDG|STG|LDGSTS|UBLKCP|ATOMG|REDG|EXIT)\b", text)
+        found = re.findall(r"\b(ACQBULK|LDG|STG|LDGSTS|UBLKCP|UTMALDG|ATOMG|REDG|EXIT)\b", text)
         assert found[0] == "ACQBULK", (source, arch, defines, found[:3])
         assert ".CONSTANT" not in "".join(re.findall(r"\bLDG\S*", text)), (source, arch, defines)
 

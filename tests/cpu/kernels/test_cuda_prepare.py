@@ -22,6 +22,18 @@ def test_every_launch_that_rows_and_columns_lead_to_is_known(columns):
         assert tables.launch_shape(H200, rows, width, 2048, 64) in known
 
 
+@pytest.mark.parametrize("layout", sorted(sparse_mla.FORMS))
+@pytest.mark.parametrize("heads", [8, 16])
+def test_every_form_of_attention_that_rows_lead_to_is_known(layout, heads):
+    form = sparse_mla.FORMS[layout]
+    known = [macros for source, _, macros, _ in prepare.server_forms(H200, 0, 2048, layout) if source == form.source]
+    at_once = {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}  # clusters of an H200
+    for rows in (*range(1, 300), 1024, 4096):
+        for count, blocks in sparse_mla.launches(rows, 1, 2048, H200.processors, at_once.__getitem__):
+            asked = {"lengths": True, "sink": False, "wide_slots": False, "heads": heads}
+            assert form.defines(blocks, walks=count > H200.processors, **asked) in known
+
+
 def test_nothing_is_loaded_where_nothing_is_taken():
     for gpu in (index_tables.Gpu("cuda", 80, 108, 163), index_tables.Gpu("cuda", 100, 148, 227)):
         assert prepare.server_forms(gpu, 131072, 2048, None) == []
@@ -70,7 +82,8 @@ def test_each_form_is_loaded_once_on_the_device_asked_for(monkeypatch, layout):
     count = prepare.prepare(torch.device("cuda"), 131136, 2048, layout)
     assert count == len(loaded) == len(set(loaded)) and {one[2] for one in loaded} == {3}
     sources = [one[0] for one in loaded]
-    attends = sparse_mla.MOST_BLOCKS + 1  # up to 8 heads have a form of their own
+    # Up to 8 heads have a form of their own, and of bf16 rows more rows than blocks.
+    attends = sparse_mla.MOST_BLOCKS + 1 + (layout == "bf16_1152")
     assert sources.count(sparse_mla.FORMS[layout].source) == attends
     selects = sources.count(select.SOURCE), sources.count(select.MANY_SOURCE)
     assert min(selects) > 0 and sum(selects) == count - attends

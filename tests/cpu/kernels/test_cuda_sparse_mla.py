@@ -26,7 +26,7 @@ pytestmark = needs
 SCALE, TOKENS = 576**-0.5, 500
 LAYOUTS = sorted(sparse_mla.FORMS)
 IN_PTX = {"warps.cuh"}
-MEMORY = "extern __shared__ __align__(128) char memory[];"
+MEMORY = r"extern __shared__ __align__\((128|1024)\) char memory\[\];"
 RUN = """
 extern "C" bool run(const u16* q, const u16* rope, const char* rows, const slot_t* slots, const int* lengths,
                     const float* sink, u16* out, float* lse, int count, int heads, int picks, int items, float scale,
@@ -34,7 +34,11 @@ extern "C" bool run(const u16* q, const u16* rope, const char* rows, const slot_
     grid_now = clusters;
     return emulate(clusters, seed, [=] {
         KERNEL(q, rope, rows, slots, lengths, sink, out, lse, 512 * heads, 512, 64 * heads, 64, ROW, picks,
-               512 * heads, 512, count, heads, picks, items, scale);
+               512 * heads, 512, count, heads, picks, items, scale
+#if TENSOR_COPIES
+               , TensorMap{rows, ROW, count}
+#endif
+        );
     });
 }
 """
@@ -67,8 +71,8 @@ def text(source: str) -> str:
 def build(folder: Path, layout: str, defines: dict[str, int]) -> Callable[..., bool]:
     form = sparse_mla.FORMS[layout]
     source = text(form.source)
-    assert source.count(MEMORY) == 1
-    source = source.replace(MEMORY, "char* memory = shared_memory();")
+    source, kernels = re.subn(MEMORY, "char* memory = shared_memory();", source)
+    assert kernels == 1
     for found, put in PLAIN:
         source = re.sub(found, put, source, flags=re.S if "copy16" in found else 0)
     assert "asm" not in source
@@ -97,16 +101,22 @@ def build(folder: Path, layout: str, defines: dict[str, int]) -> Callable[..., b
     return run
 
 
-def check(run, layout, rows, heads, k, clusters, lengths=None, sink=None, wide=False, seed=0):
-    """An emulated launch of so many blocks or clusters against fp64."""
+def check(run, layout, rows, heads, k, clusters, lengths=None, sink=None, wide=False, seed=0, grow=0):
+    """An emulated launch of so many blocks or clusters against fp64. grow: picks in the order of their scores, with
+    queries as many times as large.
+    """
     g = torch.Generator().manual_seed(seed)
-    q = torch.randn(rows, heads, 576, generator=g).bfloat16()
+    q = (torch.randn(rows, heads, 576, generator=g) * max(1, grow)).bfloat16()
     kv = torch.randn(TOKENS, 576, generator=g).bfloat16()
     if layout == "fp8_656":  # whose scales differ
         kv *= torch.rand(TOKENS, 1, generator=g).mul(4).exp2()
         kv = quant.quantize_latent(kv[:, :512], kv[:, 512:], layout)
     kv[0] = 127 if layout == "fp8_656" else math.nan  # nobody's pick, and not to be read for those that are masked
     slots = torch.rand(rows, max(k, TOKENS), generator=g).argsort(1)[:, :k] % (TOKENS - 1) + 1
+    if grow:
+        values = quant.dequantize_latent(kv, layout).double()
+        slots = slots.gather(1, (q[:, 0].double() @ values.T).gather(1, slots).argsort(1))
+        slots[1::2] = slots[1::2].flip(1)
     slots[:, 3:20], slots[-1, 5:] = -1, TOKENS
     slots = slots if wide else slots.int()
     nope, rope = q[..., :512].contiguous(), q[..., 512:].contiguous()
@@ -119,24 +129,39 @@ def check(run, layout, rows, heads, k, clusters, lengths=None, sink=None, wide=F
     assert_attention((out, lse), op.reference(q, kv, masked, SCALE, layout, 1.0, sink, counted))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("heads", [16, 8])
-def test_blocks_that_walk_over_rows(tmp_path, layout, heads):
-    run = build(
-        tmp_path, layout, sparse_mla.FORMS[layout].defines(1, lengths=False, sink=False, wide_slots=False, heads=heads)
-    )
+# (layout, heads, whether the tensor unit copies rows, whether there are more rows than blocks)
+WHOLE_ROWS = [
+    *(("bf16_1152", heads, tensor, True) for heads in (16, 8) for tensor in (False, True)),
+    ("bf16_1152", 16, True, False),
+    *(("fp8_656", heads, False, True) for heads in (16, 8)),
+]
+
+
+@pytest.mark.parametrize(("layout", "heads", "tensor", "walks"), WHOLE_ROWS)
+def test_blocks_that_walk_over_rows(tmp_path, layout, heads, tensor, walks):
+    asked = {"lengths": False, "sink": False, "wide_slots": False, "heads": heads}
+    defines = sparse_mla.FORMS[layout].defines(1, tensor_copies=tensor, walks=walks, **asked)
+    assert defines["TENSOR_COPIES"] == tensor and defines["OWN_MAXIMA"] == (walks and layout == "bf16_1152")
+    run = build(tmp_path, layout, defines)
     for seed, (rows, k, blocks) in enumerate([(1, 64, 1), (3, 200, 1), (6, 130, 2), (2, 700, 2), (9, 10, 1)]):
         check(run, layout, rows, heads - seed % 3, k, blocks, seed=seed)
     if heads == 16:
         check(run, layout, 2, 24, 65, 1)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("heads", [16, 8])
-def test_lengths_and_a_sink(tmp_path, layout, heads):
-    run = build(
-        tmp_path, layout, sparse_mla.FORMS[layout].defines(1, lengths=True, sink=True, wide_slots=True, heads=heads)
-    )
+@pytest.mark.parametrize(("layout", "heads", "tensor", "walks"), WHOLE_ROWS)
+def test_scores_that_grow_from_pick_to_pick(tmp_path, layout, heads, tensor, walks):
+    """Every quarter of a tile has a larger maximum than those before, or a smaller one."""
+    asked = {"lengths": False, "sink": False, "wide_slots": False, "heads": heads}
+    run = build(tmp_path, layout, sparse_mla.FORMS[layout].defines(1, tensor_copies=tensor, walks=walks, **asked))
+    for seed, grow in enumerate((1, 10, 30)):
+        check(run, layout, 3, heads, 330, 2, seed=seed, grow=grow)
+
+
+@pytest.mark.parametrize(("layout", "heads", "tensor", "walks"), WHOLE_ROWS)
+def test_lengths_and_a_sink(tmp_path, layout, heads, tensor, walks):
+    asked = {"lengths": True, "sink": True, "wide_slots": True, "heads": heads}
+    run = build(tmp_path, layout, sparse_mla.FORMS[layout].defines(1, tensor_copies=tensor, walks=walks, **asked))
     lengths = torch.tensor([150, 0, 64, 2**31 - 1, -3], dtype=torch.int32)
     check(run, layout, 5, heads, 150, 2, lengths, torch.randn(heads), wide=True)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sglang_dsa_plugin.kernels.cuda import program, sparse_mla
+from sglang_dsa_plugin.kernels.cuda import program, sparse_mla, tensor_maps
 from sglang_dsa_plugin.kernels.triton import index_tables
 
 # What an H200 (132 multiprocessors) says it holds of clusters of this kernel's blocks.
@@ -67,10 +67,10 @@ def test_all_rows_are_launched_once():
                 assert cluster == 1 or (count * tiles <= H200[cluster] and count * tiles * cluster <= 132)
 
 
-@pytest.mark.parametrize(("rows", "heads"), [(150, 16), (135, 5), (60, 40), (4100, 3), (16, 8)])
-def test_each_launch_is_handed_its_own_rows(monkeypatch, rows, heads):
-    """Tensors that are strided in every way, and rows that are launched in two parts."""
-    calls = []
+@pytest.fixture
+def calls(monkeypatch):
+    """(macros, grid, arguments, blocks of a cluster) of every launch on an H200; a map of rows is what it is of."""
+    made = []
 
     class Kernel:
         def __init__(self, macros):
@@ -81,10 +81,17 @@ def test_each_launch_is_handed_its_own_rows(monkeypatch, rows, heads):
 
         def launch(self, grid, _threads, arguments, *, cluster, pdl):
             assert pdl
-            calls.append((self.macros, grid, [getattr(a, "value", a) for a in arguments], cluster))
+            made.append((self.macros, grid, [getattr(a, "value", a) for a in arguments], cluster))
 
     monkeypatch.setattr(program, "kernel", lambda _source, _name, _device, macros, **_: Kernel(macros))
     monkeypatch.setattr(index_tables, "gpu_of", lambda _: index_tables.Gpu("cuda", 90, 132, 227))
+    monkeypatch.setattr(tensor_maps, "of_rows", lambda kv_rows: ("map", kv_rows.data_ptr()))
+    return made
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(150, 16), (135, 5), (60, 40), (4100, 3), (16, 8), (100, 16), (70, 8)])
+def test_each_launch_is_handed_its_own_rows(calls, rows, heads):
+    """Tensors that are strided in every way, and rows that are launched in two parts."""
     nope = torch.zeros(heads, rows, 512, dtype=torch.bfloat16).transpose(0, 1)
     rope = torch.zeros(rows, heads, 192, dtype=torch.bfloat16)[..., 128:]
     slots = torch.zeros(rows, 2100, dtype=torch.int64)[:, :2048]
@@ -102,5 +109,18 @@ def test_each_launch_is_handed_its_own_rows(monkeypatch, rows, heads):
         assert given[16:19] == [50, heads, 2048] and items % tiles == 0
         assert macros["CLUSTER"] == cluster and grid == (min(items, 132) if cluster == 1 else items)
         assert macros["HEADS"] == (8 if cluster == 1 and heads <= 8 else 16)
+        assert macros["TENSOR_COPIES"] == (cluster == 1)
+        assert macros["OWN_MAXIMA"] == (cluster == 1 and (items > 132 or heads <= 8))
+        assert given[21:] == ([("map", kv.data_ptr())] if cluster == 1 else [])
         first += items // tiles
     assert first == rows
+
+
+@pytest.mark.parametrize("layout", sorted(sparse_mla.FORMS))
+def test_what_the_tensor_unit_cannot_copy_comes_another_way(calls, layout):
+    """Rows that overlap, and packed ones, of which it gets no map."""
+    kv = torch.zeros(1, 576, dtype=torch.bfloat16) if layout == "bf16_1152" else torch.zeros(1, 656, dtype=torch.uint8)
+    q, slots = torch.zeros(150, 16, 576, dtype=torch.bfloat16), torch.zeros(150, 64, dtype=torch.int32)
+    sparse_mla.sparse_mla(q, kv.expand(50, -1), slots, 1.0, layout)
+    [(macros, _, given, cluster)] = calls
+    assert cluster == 1 and macros["TENSOR_COPIES"] == 0 and len(given) == 21
