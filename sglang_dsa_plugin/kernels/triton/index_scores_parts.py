@@ -41,12 +41,25 @@ def load_keys(
     a vector.
     """
     if PAGED:
-        page = tl.load(table_row + n // PAGE, mask=n < count, other=0).to(tl.int64)
-        at = page * page_stride + (n % PAGE) * DIM
-        scale_at = page * (page_stride // 4) + PAGE * DIM // 4 + n % PAGE
+        page = tl.load(table_row + n // PAGE, mask=n < count, other=0)
+        x, scale = load_page_keys(k, scales, page_stride, page, n, KIND)
     else:
-        scale_at = tl.minimum(start + n, keys - 1).to(tl.int64)
-        at = scale_at * DIM
+        at = tl.minimum(start + n, keys - 1).to(tl.int64)
+        x, scale = load_keys_at(k, scales, at * DIM, at, KIND)
+    return x, scale
+
+
+@triton.jit
+def load_page_keys(k, scales, page_stride, page, n, KIND: tl.constexpr):
+    """Keys n of a request, each in the page given for it, and their scales."""
+    page = page.to(tl.int64)
+    at = page * page_stride + (n % PAGE) * DIM
+    return load_keys_at(k, scales, at, page * (page_stride // 4) + PAGE * DIM // 4 + n % PAGE, KIND)
+
+
+@triton.jit
+def load_keys_at(k, scales, at, scale_at, KIND: tl.constexpr):
+    """Keys and scales that begin `at` and `scale_at` (elements of either), as the dot takes them."""
     x = tl.load(k + at[:, None] + tl.arange(0, DIM)[None, :])
     if KIND == "bytes":
         scale = tl.load(scales + scale_at) * 256.0
@@ -54,7 +67,7 @@ def load_keys(
     elif KIND == "fp8":
         scale = tl.load(scales + scale_at)
     else:
-        scale = tl.full([BN], 1.0, tl.float32)
+        scale = tl.full(at.shape, 1.0, tl.float32)
     return x, scale
 
 

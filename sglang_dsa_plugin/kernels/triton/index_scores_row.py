@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 
 from .index_scores_kernels import FILLED
-from .index_scores_parts import DIM, PAGE, head_sum, load_keys, load_queries
+from .index_scores_parts import DIM, PAGE, head_sum, load_keys, load_page_keys, load_queries
 from .pdl import let_next_start, prefetch, prefetch_whole, wait_for_earlier
 
 FETCHED = tl.constexpr(2)  # pages that a program fetches ahead
 LINES = tl.constexpr(32)  # of 32 bytes of the page table that it does
+ENTRIES = tl.constexpr(32)  # of the page table that a program holds at a time
 
 
 @triton.jit
@@ -42,7 +43,8 @@ def look_ahead(
 
     What is read here may be being written, so it passes the L1 cache by, and nothing outside the page table [tables,
     columns] and the pages is touched. H200, microseconds with / without it: decode steps of 1K 12.5 / 12.7, 8K 19.9 /
-    20.3, 32K 21.1 / 20.9, 128K 25.7 / 25.8; with no kernel ahead scores of 8K 2.8 / 3.1, 32K 3.8 / 4.1, 128K 8.8 / 8.4.
+    20.3, 32K 21.1 / 20.9, 128K 25.7 / 25.8; with no kernel ahead scores of 8K 2.8 / 3.1, 32K 3.8 / 4.1, 128K 8.8 / 8.4
+    (8.0 with it since a long row lets the next kernel start at once).
     """
     size = tl.maximum(tl.minimum(tl.load(lengths, cache_modifier=".cg"), width), 0).to(tl.int32)
     request = tl.load(requests, cache_modifier=".cg").to(tl.int64)
@@ -132,18 +134,31 @@ def row_kernel(
     tiles = tl.cdiv(size, BN)
     each = tl.cdiv(tiles, tl.num_programs(0))
     first = tl.program_id(0) * each
+    # Also of a long row at once: what the next kernel does ahead of its wait is done while the last tiles are. Two
+    # programs at work fill a processor's shared memory (index_tables._row_stages), so no block of that kernel comes
+    # beside them. H200, microseconds at the end / here: scores of 64K 6.5 / 5.5, 128K 9.0 / 8.0; a decode step of 128K
+    # 25.5 / 24.9, with less shared memory (78 KB) 25.5 / 25.6.
+    let_next_start(PDL)
     if each == 1:
-        let_next_start(PDL)
         # A tile at most: without what a pipeline does ahead of its first one.
         if first < tiles:
             n = first * BN + tl.arange(0, BN)
             x, scale = load_keys(k, scales, page_stride, 0, table_row, 0, n, size, BN, KIND, True)
             tl.store(out + n[:, None], head_sum(x, scale, queries, weight, BN, HP, 1, PERIOD), mask=n[:, None] < size)
     else:
-        for tile in tl.range(first, tl.minimum(first + each, tiles), num_stages=STAGES):
-            n = tile * BN + tl.arange(0, BN)
-            x, scale = load_keys(k, scales, page_stride, 0, table_row, 0, n, size, BN, KIND, True)
-            tl.store(out + n[:, None], head_sum(x, scale, queries, weight, BN, HP, 1, PERIOD), mask=n[:, None] < size)
-        # The blocks of a selection, waiting, take more from these than their start is worth: at once decode steps of
-        # 8K / 32K / 128K took 25.3 / 26.6 / 35.3 us, as here 24.9 / 26.1 / 32.8 (H200, before other changes).
-        let_next_start(PDL)
+        last = tl.minimum(first + each, tiles)
+        # The pipeline holds keys alone. With the page table in it entries come in line behind the keys of tiles before:
+        # the fourth tile of a program was asked for when the first had come.
+        lane = tl.arange(0, ENTRIES)
+        # A page less than there are entries, since the first tile may begin inside one.
+        MANY: tl.constexpr = (ENTRIES - 1) * PAGE // BN
+        for begin in tl.range(first, last, MANY, num_stages=1):
+            page = begin * BN // PAGE
+            entries = tl.load(table_row + page + lane, mask=(page + lane) * PAGE < size, other=0).to(tl.int32)
+            for tile in tl.range(begin, tl.minimum(begin + MANY, last), num_stages=STAGES):
+                n = tile * BN + tl.arange(0, BN)
+                # The pipeline looks further than the last tile, though it does not fetch what it finds there.
+                own = tl.gather(entries, tl.minimum(n // PAGE - page, ENTRIES - 1), 0)
+                x, scale = load_page_keys(k, scales, page_stride, own, n, KIND)
+                scores = head_sum(x, scale, queries, weight, BN, HP, 1, PERIOD)
+                tl.store(out + n[:, None], scores, mask=n[:, None] < size)

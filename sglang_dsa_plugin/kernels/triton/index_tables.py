@@ -124,7 +124,7 @@ class ScoreTiles:
     """One scoring launch.
 
     keys: keys of a tile. rows: rows that walk over one tile. bundle: rows in one product, a power of two.
-    programs: of the streaming kernel. stages: tiles in flight.
+    programs: of the streaming kernel. stages: of the pipeline; with several rows half of them are for the page table.
     """
 
     keys: int
@@ -171,7 +171,22 @@ def stream_tiles(gpu: Gpu, kind: str, heads: int, rows: int, requests: int) -> S
         # / 11.2 / 12.0, of 32K 24.7 / 24.3 / 25.6 / 25.3. Where a processor has room for one more program than these,
         # programs that take their places early (pdl.py) lie unevenly, which cost 64 rows 16 %.
         stages, resident = 6, 3
+    if rows == 1:
+        stages = _row_stages(gpu, kind)
     return ScoreTiles(keys, rows, bundle, resident * gpu.processors, stages, warps)
+
+
+def _row_stages(gpu: Gpu, kind: str) -> int:
+    """Tiles that the pipeline of a single row holds; the page table is not in it (index_scores_row.py)."""
+    if kind == "f32":
+        return 1
+    if kind == "plain":
+        return 2
+    if gpu.shared_kib < 120:
+        return 3
+    # Five leave no room for a third program, also of the next kernel: with four, 76 KB, programs lie unevenly, and
+    # scores of 128K took 9.1 instead of 8.0 on an H200. On SM 8.0 two programs of five do not fit.
+    return 5 if gpu.shared_kib >= 200 else 4
 
 
 def walk_tiles(gpu: Gpu, kind: str, heads: int, rows: int, width: int) -> ScoreTiles:

@@ -142,6 +142,19 @@ else:
             alone = (inputs.q[part], inputs.pages, inputs.gate[part], lengths[part], table[part], owner[:1])
             assert torch.equal(triton_scores.paged(*alone, None), both[part])
 
+    @pytest.mark.parametrize("dtype", [FP8, torch.float16, torch.float32])
+    @pytest.mark.parametrize(("programs", "length"), [(1, 5000), (2, 4999)])
+    def test_a_single_row_of_more_pages_than_a_program_holds_entries_of(programs, length, dtype, monkeypatch):
+        """Also where a program's tiles begin inside a page, which those of f32 keys, of half a page, may."""
+        assert length > programs * 64 * index_scores_row.ENTRIES.value
+        inputs = indexer_inputs.normal(1, 16, 5120, dtype)
+        rest = (torch.tensor([length]), torch.randperm(80, generator=generator()).int().view(1, 80), torch.tensor([0]))
+        tiles = index_tables.stream_tiles
+        fewer = lambda *shape: dataclasses.replace(tiles(*shape), programs=programs)  # noqa: E731
+        monkeypatch.setattr(index_tables, "stream_tiles", fewer)
+        want = index_scores.reference_paged(inputs.q, inputs.pages, inputs.gate, *rest)
+        assert_scores(triton_scores.paged(inputs.q, inputs.pages, inputs.gate, *rest, None), want)
+
     @pytest.mark.parametrize("programs", [1, 8])
     @pytest.mark.parametrize(
         ("seen", "request_seen", "page_seen", "brings"),
