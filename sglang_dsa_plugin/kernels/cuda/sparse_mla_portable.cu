@@ -26,8 +26,7 @@
 // what the first cut off (EXACT).
 //
 // Compile-time: FP8, HEADS (32 or 64), TILE (16 or 32), STAGES, Q_KEPT, TOGETHER (1 or 2), PARTIAL, HAS_LENGTHS, HAS_SINK,
-// SLOTS64, PDL
-// (kernels/cuda/sparse_mla_portable.py).
+// SLOTS64, PDL (kernels/cuda/sparse_mla_portable.py).
 
 #include "cluster.cuh"
 #include "tiles.cuh"
@@ -58,7 +57,7 @@ typedef int slot_t;
 #endif
 #define PACKED_BYTES 656
 #define COPIES ((ROW_PIECES + COPIERS - 1) / COPIERS)  // of a thread, for a tile
-// Ahead of the first of a run of copies the compiler puts three loads of nothing. As it was measured faster.
+// Copies in a run; ahead of the first of each the compiler puts three loads of nothing. As they were measured faster.
 #define COPIES_TOGETHER (FP8 || TILE == 16 || HEADS == 32 ? 3 : 9)
 #define STEPS 36                            // of 16 columns
 #define OWN_STEPS (STEPS / TOGETHER)
@@ -207,4 +206,5 @@ __device__ __forceinline__ void sums_of_tile(const Shared& s, Sums& acc, u32 tur
     }
 }
 
+#include "sparse_mla_portable_walk.cuh"
 #include "sparse_mla_portable_end.cuh"

@@ -238,6 +238,14 @@ def test_splits_cover_all_picks_and_fill_the_gpu_once(layout, gpu):
         assert plan.splits == 1 or rows * plan.splits * -(-heads // plan.heads) <= gpu.processors
 
 
+@pytest.mark.parametrize("layout", sparse_mla_portable.LAYOUTS)
+@pytest.mark.parametrize(("sm", "shared", "tile"), [(80, 163, 32), (86, 99, 16), (89, 99, 16), (120, 99, 16)])
+def test_every_gpu_from_80_on_has_a_form(layout, sm, shared, tile):
+    for heads in (32, 64, 128):
+        plan = sparse_mla_portable.choose(index_tables.Gpu("cuda", sm, 108, shared), layout, 64, heads, 2048)
+        assert plan.tile == tile and plan.shared_bytes <= shared << 10 and plan.threads <= 65536 // 168
+
+
 def test_too_little_shared_memory_is_said(monkeypatch):
     monkeypatch.setattr(sparse_mla_portable.index_tables, "gpu_of", lambda _: index_tables.Gpu("cuda", 75, 72, 64))
     q, rows = torch.zeros(2, 64, 576, dtype=torch.bfloat16), torch.zeros(N, 656, dtype=torch.uint8)
