@@ -10,13 +10,11 @@ from sglang_dsa_plugin.support_row import (
     CLUSTER_SMS,
     HEADS,
     INDEX_MAX_K,
-    LARGE_SHARED_SMS,
     NO_VENDOR_SMS,
     SOME_ROWS,
     TRITON_SMS,
     Implementation,
     Where,
-    sm_name,
 )
 
 _TORCH = "sglang_dsa_plugin.kernels.torch_impl"
@@ -152,21 +150,18 @@ _CUDA_ROWS = [
             "sparse_mla",
             "sparse_mla_portable",
             "sparse_mla",
-            can,
-            f"mma.sync, 32 or 64 heads a block, {room}; a wider bound where values of many picks cancel "
-            "(docs/operators.md); run on SM 9.0 only, compiled for "
-            + ", ".join(sm_name(sm).removeprefix("SM ") for sm in (80, 86, 89, 100, 120) if sm in can),
+            TRITON_SMS,
+            "mma.sync, 32 or 64 heads a block, 99 KiB of shared memory, 163 where there are as many; a wider bound "
+            "where values of many picks cancel (docs/operators.md); run on SM 9.0 only, compiled for "
+            "8.0, 8.6, 8.9, 10.0, 12.0",
             name=name,
             layouts=frozenset({layout}),
             heads=HEADS,
             dtypes=frozenset({torch.bfloat16}),
-            first=Where(sm=NO_VENDOR_SMS & can, heads=frozenset(range(33, 129)), min_rows=SOME_ROWS),
+            first=Where(sm=NO_VENDOR_SMS, heads=frozenset(range(33, 129)), min_rows=SOME_ROWS),
             takes=frozenset({"q_rope"}),
         )
-        for name, layout, can, room in (
-            ("cuda_portable", "bf16_1152", TRITON_SMS, "99 KiB of shared memory"),
-            ("cuda_portable_fp8", "fp8_656", TRITON_SMS & LARGE_SHARED_SMS, "163 KiB of shared memory"),
-        )
+        for name, layout in (("cuda_portable", "bf16_1152"), ("cuda_portable_fp8", "fp8_656"))
     ),
     *(
         _cuda_row(

@@ -29,8 +29,6 @@ TRITON_SMS = frozenset({80, 86, 87, 89, 90, 100, 103, 120, 121})
 CLUSTER_SMS = frozenset({90, 100, 103, 120, 121})
 # Where no vendor's kernel of sparse attention is to be had, or only for some models.
 NO_VENDOR_SMS = frozenset({80, 86, 87, 89, 120, 121})
-# 163 KiB of shared memory for a block, or more; other GPUs have 99.
-LARGE_SHARED_SMS = frozenset({80, 87, 90, 100, 103})
 HEADS = frozenset(range(1, 129))
 INDEX_MAX_K = 4096
 

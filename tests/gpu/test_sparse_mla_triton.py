@@ -92,10 +92,13 @@ def portable_plans(k, layout):
         return []
     fp8, room = layout == "fp8_656", index_tables.gpu_of(torch.device("cuda")).shared_kib << 10
     whole = -(-k // 32) * 32
+    stages, small = (1, 2) if fp8 else (3, 4)
+    shared = dict(kept=15, together=2) if fp8 else {}
     found = [
-        portable.Plan(64, 2 if fp8 else 3, whole, 1, fp8),
-        portable.Plan(64, 2, 256, -(-k // 256), fp8),
-        portable.Plan(32, 4, whole, 1, fp8),
+        portable.Plan(64, stages, whole, 1, fp8, **shared),
+        portable.Plan(64, stages, 256, -(-k // 256), fp8, **shared),
+        portable.Plan(64, small, whole, 1, fp8, tile=16, kept=30),
+        portable.Plan(32, stages, whole, 1, fp8),
     ]
     return [plan for plan in found if plan.shared_bytes <= room]
 
@@ -254,7 +257,7 @@ def test_heads_are_those_of_a_wider_run_and_padding_is_inert(caches, heads):
 @pytest.mark.parametrize("rows", [65535, 65536, 65537])
 def test_more_rows_than_a_grid_axis_holds(caches, rows):
     q, slots = queries(rows, 1), picks(rows, 4)
-    for plan in (None, tiles.Plan("gather", 16, 32, 4, 2, 32, 1), portable.Plan(32, 2, 32, 1)):
+    for plan in (None, tiles.Plan("gather", 16, 32, 4, 2, 32, 1), portable.Plan(32, 3, 32, 1)):
         out, lse = run(q, caches["bf16_1152"], slots, "bf16_1152", plan=plan)
         tail = slice(rows - 3, rows)
         assert_attention((out[tail], lse[tail]), reference(q[tail], caches["bf16_1152"], slots[tail], "bf16_1152"))

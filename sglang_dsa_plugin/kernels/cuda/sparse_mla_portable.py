@@ -20,24 +20,29 @@ from sglang_dsa_plugin.kernels.triton.sparse_mla import merge
 from sglang_dsa_plugin.kernels.triton.sparse_mla import sparse_mla as triton_sparse_mla
 
 # What the source takes for granted, too.
-_TILE = 32
-_ROW_BYTES, _WEIGHT_ROW, _PACKED_BYTES = 1168, 40, 656
-_MARKS = 8
-THREADS = 256
+_ROW_BYTES, _PACKED_BYTES, _STEPS, _MARKS = 1168, 656, 36, 8
 SOURCE, NAME = "sparse_mla_portable.cu", "sparse_mla_portable"
 _LOG2E = 1 / math.log(2)
 LAYOUTS = ("bf16_1152", "fp8_656")
-# Stages of the ring; the first that fits is taken. Forced on an H200, 2026-11-30, T 4096, S 32K, k 2048, microseconds:
-# 128 heads in bf16 7699 with 3, 7804 with 4, 9222 with 2; in fp8 10257 with 2, 10292 with 3; 32 heads in bf16 2765.
-_STAGES = {"bf16_1152": (3, 2), "fp8_656": (2,)}
-# Tiles of a split, where there are as many: 1 row of 128 heads 18.6 with 2, 20.6 with 1, 20.2 with 4.
-_LEAST_TILES = 2
+# (tile, stages, kept, together) by layout and heads of a block; the first that fits is taken. Forced on an H200,
+# 2026-11-30, T 4096, S 32K, k 2048, 128 heads, microseconds: bf16 7699 (163 KB) and 9051 (99 KB), fp8 8159 and 10258;
+# 32 heads 3214 and 3735. What else was timed is in docs/benchmarks.md.
+_FORMS = {
+    ("bf16_1152", 64): ((32, 3, 28, 1), (16, 4, 32, 1)),
+    ("fp8_656", 64): ((32, 1, 15, 2), (16, 2, 30, 1)),
+    ("bf16_1152", 32): ((32, 3, 28, 1), (16, 4, 32, 1)),
+    ("fp8_656", 32): ((32, 1, 28, 1), (16, 2, 30, 1)),
+}
+# Picks of a split, where there are as many: 1 row of 128 heads in bf16 21.6 with 32, 19.3 with 64, 20.7 with 128.
+_LEAST_PICKS = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """heads: of a block, 32 or 64. stages: tiles in the ring, 2 or more. split_picks: picks of a split, whole tiles.
-    splits: 1 writes the result at once. fp8: for packed rows.
+    """heads: of a block, 32 or 64. stages: tiles in the ring, 3 or more; of packed rows 1 or more. split_picks: picks
+    of a split, whole tiles. splits: 1 writes the result at once. fp8: for packed rows. tile: picks of one, 16 or 32.
+    kept: steps of 16 columns whose queries a warp of scores keeps in registers. together: warps of scores that share
+    columns, 1 or 2.
     """
 
     heads: int
@@ -45,13 +50,19 @@ class Plan:
     split_picks: int
     splits: int
     fp8: bool = False
+    tile: int = 32
+    kept: int = 28
+    together: int = 1
 
     def defines(self, *, lengths: bool, sink: bool, wide_slots: bool, pdl: bool) -> dict[str, int]:
         """Macros. wide_slots: int64. pdl: the launch may begin before the one ahead is done."""
         return {
             "FP8": int(self.fp8),
             "HEADS": self.heads,
+            "TILE": self.tile,
             "STAGES": self.stages,
+            "Q_KEPT": self.kept,
+            "TOGETHER": self.together,
             "PARTIAL": int(self.splits > 1),
             "HAS_LENGTHS": int(lengths),
             "HAS_SINK": int(sink and self.splits == 1),
@@ -60,18 +71,18 @@ class Plan:
         }
 
     @property
+    def threads(self) -> int:
+        """Of a block: eight warps, and one for 16 heads."""
+        return 256 + 2 * self.heads
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, as `Shared` of the source divides it."""
-        return shared_bytes(self.heads, self.stages, self.fp8)
-
-
-def shared_bytes(heads: int, stages: int, fp8: bool = False) -> int:
-    """Of a block with so many heads and tiles in its ring."""
-    tiles = (2 if fp8 else stages) * _TILE * _ROW_BYTES
-    packed = _TILE * (stages * _PACKED_BYTES + 4 * 4) + 4 * heads + 16 if fp8 else 0
-    scores, weights = 8 * 16 * _TILE * 4, heads * _WEIGHT_ROW * 2
-    small = heads * (3 * 4 + 8 * 4) + _MARKS * _TILE + 32
-    return tiles + packed + scores + weights + small
+        tiles = (3 if self.fp8 else self.stages) * self.tile * _ROW_BYTES
+        packed = self.tile * (self.stages * _PACKED_BYTES + 4 * 4) + 4 * self.heads + 16 if self.fp8 else 0
+        operands = (_STEPS - self.kept * self.together) * self.heads * 32 + 2 * self.heads * (self.tile + 8) * 2
+        largest = self.tile if self.together == 2 else 8
+        return tiles + packed + operands + self.heads * (5 * 4 + largest * 4) + _MARKS * self.tile + 80
 
 
 def choose(gpu: index_tables.Gpu, layout: str, rows: int, heads: int, picks: int) -> Plan | None:
@@ -79,15 +90,15 @@ def choose(gpu: index_tables.Gpu, layout: str, rows: int, heads: int, picks: int
     results repeat.
     """
     block, fp8 = 32 if heads <= 32 else 64, layout == "fp8_656"
-    fits = (stages for stages in _STAGES[layout] if shared_bytes(block, stages, fp8) <= gpu.shared_kib << 10)
-    stages = next(fits, None)
-    if stages is None:
-        return None
-    tiles, programs = -(-picks // _TILE), rows * -(-heads // block)
-    # Splits that fill the GPU once, a block a multiprocessor.
-    wanted = min(max(1, gpu.processors // programs), tiles)
-    per_split = min(max(-(-tiles // wanted), _LEAST_TILES), tiles)
-    return Plan(block, stages, per_split * _TILE, -(-tiles // per_split), fp8)
+    for tile, stages, kept, together in _FORMS[layout, block]:
+        tiles, programs = -(-picks // tile), rows * -(-heads // block)
+        # Splits that fill the GPU once, a block a multiprocessor.
+        wanted = min(max(1, gpu.processors // programs), tiles)
+        per_split = min(max(-(-tiles // wanted), _LEAST_PICKS // tile), tiles)
+        plan = Plan(block, stages, per_split * tile, -(-tiles // per_split), fp8, tile, kept, together)
+        if plan.shared_bytes <= gpu.shared_kib << 10:
+            return plan
+    return None
 
 
 def sparse_mla(
@@ -137,7 +148,7 @@ def sparse_mla(
     run = program.kernel(SOURCE, NAME, q.device, macros, shared_bytes=plan.shared_bytes)
     run.launch(
         rows * plan.splits * -(-heads // plan.heads),
-        THREADS,
+        plan.threads,
         (
             nope.data_ptr(),
             rope.data_ptr(),

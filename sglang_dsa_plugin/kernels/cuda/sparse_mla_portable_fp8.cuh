@@ -10,6 +10,16 @@
 #define FIRST_SCALE 112                     // exponents of scales from 2^-15 on, so that the smallest code is an f16 number,
 #define LAST_SCALE 134                      // up to 2^7, so that the largest is one
 
+#ifndef DECODES
+#define DECODES (__CUDA_ARCH__ >= 890)      // an instruction makes codes f16 numbers
+#endif
+
+// Of a scale with this exponent, as f16: itself, or where codes' bits are moved 2^8 times it.
+__device__ __forceinline__ u32 factor_of(u32 exponent) {
+    if (!DECODES) return (exponent - 104 << 10) * 0x10001;
+    return exponent == FIRST_SCALE ? 0x02000200 : (exponent - FIRST_SCALE << 10) * 0x10001;
+}
+
 // A code's bits in the bytes 1 and 3 of x in the places of numbers of `mantissa` bits.
 template <int MANTISSA>
 __device__ __forceinline__ u32 two_values(u32 x) {
@@ -25,109 +35,117 @@ __device__ __forceinline__ u32 with_nan(u32 x, u32 both) {
 }
 
 // This thread's pieces of a packed tile, those that its warp copied, to a tile. EXACT: bf16 without their scales, which go
-// to s.scales; else s.odd tells what cannot be done. largest: as in sums_of_tile.
+// to s.scales; else `odd` tells what cannot be done. largest: as in sums_of_tile.
 template <bool EXACT>
-__device__ __forceinline__ void unpack(Shared& s, u32 stage, u32 tile, u32& largest) {
-    u32 local = Copier::local(), own = this_thread() % 8;
+__device__ __forceinline__ void unpack(Shared& s, u32 stage, u32 tile, u32& largest, int& not_fast) {
+    u32 local = Copier::local(), own = Copier::first();
     const char* from = s.packed[stage][local];
     char* to = s.tiles[tile] + local * ROW_BYTES;
     float4 scales = *(const float4*)(from + 512);
     const float scale[4] = {scales.x, scales.y, scales.z, scales.w};
     // A scale that is NaN or infinite is one where all its codes are 0, too.
     bool odd = !(fabsf(scales.x) + fabsf(scales.y) + fabsf(scales.z) + fabsf(scales.w) < -minus_inf());
+    u32 top = 0;
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        uint4 codes = *(const uint4*)(from + 128 * j + 16 * own);
+    for (int j = 0; j < 32 / COPIERS; j++) {
+        uint4 codes = *(const uint4*)(from + 16 * (COPIERS * j + own));
         const u32 w[4] = {codes.x, codes.y, codes.z, codes.w};
-        u32 factor = 0, x[8], top = 0;
+        u32 factor = 0, x[8];
         if constexpr (!EXACT) {
-            u32 bits = __float_as_uint(scale[j]), exponent = bits >> 23;
-            if ((bits & 0x7fffff) == 0 && exponent >= FIRST_SCALE && exponent <= LAST_SCALE)
-                factor = (exponent - 104 << 10) * 0x10001;  // 2^8 times the scale
-            else
-                odd |= ((w[0] | w[1] | w[2] | w[3]) & 0x7f7f7f7fu) != 0;
+            float mine = COPIERS == 8 ? scale[j % 4] : own < 8 ? scale[2 * j % 4] : scale[(2 * j + 1) % 4];
+            u32 bits = __float_as_uint(mine), exponent = bits >> 23;
+            if ((bits & 0x7fffff) == 0 && exponent >= FIRST_SCALE && exponent <= LAST_SCALE) factor = factor_of(exponent);
+            else odd |= ((w[0] | w[1] | w[2] | w[3]) & 0x7f7f7f7fu) != 0;
         }
+#if DECODES
+        if constexpr (!EXACT) {
+#pragma unroll
+            for (int i = 0; i < 8; i += 2) from_e4m3(x[i], x[i + 1], w[i / 2]);
+#pragma unroll
+            for (int i = 0; i < 8; i++) top = larger_f16_or_nan(top, x[i] = scaled_f16(x[i], factor));
+        }
+#endif
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             u32 both = __byte_perm(w[i / 2], 0, i % 2 ? 0x3424 : 0x1404);
             if constexpr (EXACT) {
                 x[i] = with_nan(both, scaled(two_values<7>(both), 0x7b807b80u));  // 2^120
-            } else {
+            } else if (!DECODES) {
                 x[i] = scaled_f16(two_values<10>(both), factor);
+                if (i == 0) top = 0;
                 top = larger_f16(top, x[i]);
             }
         }
-        if constexpr (!EXACT) {
+        if constexpr (!EXACT && !DECODES) {
             largest = larger_f16(largest, top);
             // The code of NaN is the one above that of the largest number.
             odd |= max(top & 0xffff, top >> 16) > (factor & 0xffff | 0x300);
         }
         // 16 codes become two pieces. Half the lanes begin with the second: all eight are in different banks.
-        u32 second = own / 4, piece = 2 * own;
-        char* group = to + 256 * j + piece / 8 * 128;
+        u32 second = own / 4 % 2;
+        char* group = to + 32 * (COPIERS * j + own);
         uint4 one = make_uint4(x[0], x[1], x[2], x[3]), two = make_uint4(x[4], x[5], x[6], x[7]);
-        *(uint4*)(group + (piece % 8 + second) * 16) = second ? two : one;
-        *(uint4*)(group + (piece % 8 + 1 - second) * 16) = second ? one : two;
+        *(uint4*)(group + second * 16) = second ? two : one;
+        *(uint4*)(group + (1 - second) * 16) = second ? one : two;
     }
-    *(uint4*)(to + 1024 + own * 16) = *(const uint4*)(from + 528 + 16 * own);
+    if (own < 8) *(uint4*)(to + 1024 + own * 16) = *(const uint4*)(from + 528 + 16 * own);
     if constexpr (EXACT) {
         if (own == 0) *(float4*)s.scales[local] = scales;
-    } else if (odd) {
-        s.odd = 1;
+    } else {
+        if (DECODES) {
+            largest = larger_f16(largest, top);
+            odd |= max(top & 0xffff, top >> 16) > 0x7c00;
+        }
+        if (odd) not_fast = 1;
     }
 }
 
-// Queries as f16, those of the last 64 columns as bf16, all of a head times a power of two; s.unit takes it back. By all
-// threads, with a barrier in between and one to come.
-__device__ __forceinline__ void queries_to_f16(u32 (&q)[STEPS][4], const Arguments& a, Shared& s) {
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp / HEAD_TILES;
-    u32 head0 = warp % HEAD_TILES * 16 + lane / 4;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
+// The queries, rows of tiles, become f16 in their place, the last 64 columns of them stay bf16, all of a head times a power
+// of two; s.unit takes it back. By all threads, with barriers around it. A loop, not code for each operand in registers:
+// code that runs once takes longer to come than to run.
+__device__ __forceinline__ void queries_to_f16(const Arguments& a, Shared& s) {
+    u32 lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (u32 head = threadIdx.x / 32; head < HEADS; head += WARPS) {
+        uint4* row = (uint4*)(s.tiles[0] + head * ROW_BYTES);
         u32 largest = 0;  // bits, of which those of NaN are the largest
 #pragma unroll
-        for (int i = 0; i < STEPS; i++)
+        for (int i = 0; i < 2; i++) {
+            uint4 x = row[32 * i + lane];
+            const u32 w[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-            for (int j = h; j < 4; j += 2)
-                if (in_latent(i)) largest = max(largest, max(q[i][j] & 0x7fffu, q[i][j] >> 16 & 0x7fffu));
-        largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
-        largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
-        if (lane % 4 == 0) s.largest[part][head0 + 8 * h] = largest;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        u32 head = head0 + 8 * h, largest = 0;
-#pragma unroll
-        for (int i = 0; i < PARTS; i++) largest = max(largest, s.largest[i][head]);
+            for (int j = 0; j < 4; j++) largest = max(largest, max(w[j] & 0x7fffu, w[j] >> 16 & 0x7fffu));
+        }
+        largest = __reduce_max_sync(~0u, largest);
         // At least that of 2^-24: the roped part, which may be as large as it likes beside a latent part of nothing, is
         // multiplied by 2^39 at most.
         u32 exponent = min(max(largest >> 7, 103u), 254u);
         float by = __uint_as_float(269 - exponent << 23);  // 2^(142 - exponent)
-        if (part == 0 && lane % 4 == 0) s.unit[head] = a.scale_log2 * __uint_as_float(exponent - 15 << 23);
+        if (lane == 0) s.unit[head] = a.scale_log2 * __uint_as_float(exponent - 15 << 23);
+#pragma unroll 1
+        for (u32 at = lane; at < 72; at += 32) {
+            uint4 x = row[at];
+            u32 w[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-        for (int i = 0; i < STEPS; i++)
-#pragma unroll
-            for (int j = h; j < 4; j += 2) {
-                float x = low_half(q[i][j]) * by, y = high_half(q[i][j]) * by;
-                q[i][j] = in_latent(i) ? pair_f16(x, y) : pair(x, y);
+            for (int j = 0; j < 4; j++) {
+                float low = low_half(w[j]) * by, high = high_half(w[j]) * by;
+                w[j] = at < 64 ? pair_f16(low, high) : pair(low, high);
             }
+            row[at] = make_uint4(w[0], w[1], w[2], w[3]);
+        }
     }
 }
 
-// Behind a step of the scores, in the exact way: what is summed for a block of 128 columns counts in its scales.
-__device__ __forceinline__ void add_block(float (&d)[4][4], float (&sum)[4][4], const Shared& s, int step) {
-    const int in_block = 2 * GROUP_STEPS;
-    if (step % in_block != in_block - 1 && step != STEPS - 1) return;
-    int block = step / in_block;
+// In the exact way: what was summed for the block of 128 columns that a step ends counts in its scales.
+__device__ __forceinline__ void add_block(float (&d)[PICK_TILES][4], float (&sum)[PICK_TILES][4], const Shared& s,
+                                          int block) {
     u32 c = threadIdx.x % 4;
 #pragma unroll
-    for (int n = 0; n < 4; n++)
+    for (int n = 0; n < PICK_TILES; n++)
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            float scale = block < 4 ? s.scales[8 * n + 2 * c + j % 2][block & 3] : 1.f;
-            sum[n][j] += d[n][j] * scale;
-            d[n][j] = step == STEPS - 1 ? sum[n][j] : 0;
+            sum[n][j] += d[n][j] * s.scales[8 * n + 2 * c + j % 2][block];
+            d[n][j] = 0;
         }
 }
 

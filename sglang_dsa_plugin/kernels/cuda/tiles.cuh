@@ -28,6 +28,9 @@ __device__ __forceinline__ void copies_wait() {
 // what needs them, which then waits; past a wait for copies it does not. There are never as many groups of copies.
 __device__ __forceinline__ void loads_stay() { copies_wait<16>(); }
 
+// A barrier of two warps; id 1 to 15.
+__device__ __forceinline__ void pair_sync(u32 id) { asm volatile("bar.sync %0, 64;" ::"r"(id) : "memory"); }
+
 __device__ __forceinline__ void matrices(u32 (&x)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
@@ -114,3 +117,18 @@ __device__ __forceinline__ u32 larger_f16(u32 both, u32 other) {
     asm("{\n.reg .b32 size;\nabs.f16x2 size, %2;\nmax.f16x2 %0, %1, size;\n}" : "=r"(x) : "r"(both), "r"(other));
     return x;
 }
+
+// Likewise, but NaN where one of them is.
+__device__ __forceinline__ u32 larger_f16_or_nan(u32 both, u32 other) {
+    u32 x;
+    asm("{\n.reg .b32 size;\nabs.f16x2 size, %2;\nmax.NaN.f16x2 %0, %1, size;\n}" : "=r"(x) : "r"(both), "r"(other));
+    return x;
+}
+
+#if __CUDA_ARCH__ >= 890
+// Four e4m3 codes as two f16 numbers each, the first code lowest.
+__device__ __forceinline__ void from_e4m3(u32& low, u32& high, u32 codes) {
+    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
+        : "=r"(low), "=r"(high) : "r"(codes));
+}
+#endif

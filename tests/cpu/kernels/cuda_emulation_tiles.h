@@ -81,6 +81,9 @@ inline void copies_wait() {
 
 inline void loads_stay() {}
 
+static Meeting of_pair[16];
+inline void pair_sync(u32 id) { meet(of_pair[id], 64); }
+
 inline float low_half(u32 both) { return __uint_as_float(both << 16); }
 inline float high_half(u32 both) { return __uint_as_float(both & 0xffff0000u); }
 inline u32 bf16_of(float x) {
@@ -109,6 +112,20 @@ inline float f16_low(u32 both) { return f16_value(both & 0xffff); }
 inline float f16_high(u32 both) { return f16_value(both >> 16); }
 inline u32 larger_f16(u32 both, u32 other) {
     return f16_of(fmaxf(f16_high(both), fabsf(f16_high(other)))) << 16 | f16_of(fmaxf(f16_low(both), fabsf(f16_low(other))));
+}
+inline u32 larger_f16_or_nan(u32 both, u32 other) {
+    auto larger = [](float x, float y) { return x != x || y != y ? NAN : fmaxf(x, fabsf(y)); };
+    return f16_of(larger(f16_high(both), f16_high(other))) << 16 | f16_of(larger(f16_low(both), f16_low(other)));
+}
+inline float e4m3_value(u32 code) {
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    if (exponent == 15 && mantissa == 7) return NAN;
+    const float x = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+    return code & 128 ? -x : x;
+}
+inline void from_e4m3(u32& low, u32& high, u32 codes) {
+    low = f16_of(e4m3_value(codes >> 8 & 255)) << 16 | f16_of(e4m3_value(codes & 255));
+    high = f16_of(e4m3_value(codes >> 24)) << 16 | f16_of(e4m3_value(codes >> 16 & 255));
 }
 inline u32 pair(float x, float y) { return bf16_of(y) << 16 | bf16_of(x); }
 inline u32 pair_f16(float x, float y) { return f16_of(y) << 16 | f16_of(x); }

@@ -34,13 +34,13 @@ extern "C" bool run(const u16* q, const u16* q_rope, const char* rows, const slo
 N = 400
 
 
-def build(folder, plan, lengths, sink, wide):
-    """The kernel built for a plan, called with the arguments of `attend`."""
+def build(folder, plan, lengths, sink, wide, decodes=False):
+    """The kernel built for a plan, called as in `attend`. decodes: with the instruction for fp8 codes."""
     source = cuda_emulation.source_text("sparse_mla_portable.cu")
     shared = "extern __shared__ __align__(128) char shared[];"
     assert source.count(shared) == 1 and "asm" not in source
     macros = plan.defines(lengths=lengths, sink=sink, wide_slots=wide, pdl=False)
-    macros |= {"THREADS": 256, "SHARED": plan.shared_bytes}
+    macros |= {"DECODES": int(decodes), "THREADS": plan.threads, "SHARED": plan.shared_bytes}
     path = folder / "kernel.so"
     options = ["-std=c++17", "-O2", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
     headers = [Path(__file__).with_name(name).read_text() for name in ("cuda_emulation.h", "cuda_emulation_tiles.h")]
@@ -130,6 +130,7 @@ class Form:
     lengths: bool = False
     sink: bool = False
     wide: bool = False
+    decodes: bool = False
     run: Callable[..., bool] = None
 
     def given(self, slots, lengths):
@@ -141,19 +142,22 @@ class Form:
 
 FORMS = {
     "64 heads": Form(Plan(64, 3, 224, 1), 64, 200, sink=True),
-    "two stages": Form(Plan(64, 2, 128, 1), 40, 128, lengths=True, sink=True),
+    "tiles of 16": Form(Plan(64, 4, 128, 1, tile=16, kept=32), 40, 128, lengths=True, sink=True),
     "four stages": Form(Plan(64, 4, 416, 1), 64, 400, sink=True),
     "splits": Form(Plan(64, 3, 96, 4), 50, 300, lengths=True),
     "32 heads": Form(Plan(32, 5, 192, 1), 20, 171, wide=True),
     "splits of two tiles of heads": Form(Plan(64, 5, 96, 3), 70, 288),
     "splits of 32 heads": Form(Plan(32, 3, 64, 4), 32, 250, lengths=True, wide=True),
     "fp8": Form(Plan(64, 3, 224, 1, True), 50, 200, sink=True),
-    "fp8, splits": Form(Plan(64, 2, 128, 2, True), 64, 200, lengths=True),
-    "fp8, 32 heads": Form(Plan(32, 4, 224, 1, True), 32, 200, lengths=True, wide=True),
+    "fp8, splits": Form(Plan(64, 1, 128, 2, True), 64, 200, lengths=True, decodes=True),
+    "fp8, 32 heads": Form(Plan(32, 2, 224, 1, True), 32, 200, lengths=True, wide=True),
+    "together": Form(Plan(64, 3, 128, 2, kept=15, together=2), 60, 200, lengths=True),
+    "fp8, together": Form(Plan(64, 1, 128, 2, True, kept=15, together=2), 60, 200, lengths=True),
+    "fp8, tiles of 16": Form(Plan(64, 2, 112, 2, True, 16, 30), 64, 200, wide=True),
 }
 
 
-SHORT = {"two stages", "splits", "splits of 32 heads", "fp8, splits"}
+SHORT = {"tiles of 16", "splits", "splits of 32 heads", "fp8, splits", "fp8, tiles of 16", "together", "fp8, together"}
 PARAMS = [pytest.param(name, marks=() if name in SHORT else pytest.mark.full) for name in FORMS]
 
 
@@ -161,7 +165,7 @@ PARAMS = [pytest.param(name, marks=() if name in SHORT else pytest.mark.full) fo
 def form(request, tmp_path_factory):
     made = FORMS[request.param]
     folder = tmp_path_factory.mktemp("emulated")
-    run = build(folder, made.plan, made.lengths, made.sink, made.wide)
+    run = build(folder, made.plan, made.lengths, made.sink, made.wide, made.decodes)
     return dataclasses.replace(made, run=run)
 
 
@@ -201,7 +205,7 @@ def test_what_a_launch_is_handed(monkeypatch):
 
     class Kernel:
         def launch(self, grid, threads, arguments, *, pdl):
-            assert threads == 256 and not pdl
+            assert threads == 384 and not pdl
             launched.append((grid, [getattr(a, "value", a) for a in arguments]))
 
     monkeypatch.setattr(sparse_mla_portable.program, "kernel", lambda *_, **__: Kernel())
@@ -221,22 +225,31 @@ def test_what_a_launch_is_handed(monkeypatch):
         assert given[16:21] == [50, 70, 256, 256, 1]
 
 
+@pytest.mark.parametrize("gpu", [index_tables.Gpu("cuda", 80, 108, 163), index_tables.Gpu("cuda", 86, 84, 99)])
 @pytest.mark.parametrize("layout", sparse_mla_portable.LAYOUTS)
-def test_splits_cover_all_picks_and_fill_the_gpu_once(layout):
-    """A split has two tiles or more, unless there is only one, and a row's splits are no more than find a place."""
-    gpu = index_tables.Gpu("cuda", 80, 108, 163)
+def test_splits_cover_all_picks_and_fill_the_gpu_once(layout, gpu):
+    """A split has 64 picks or more, unless there are fewer, and a row's splits are no more than find a place."""
     shapes = ((1, 128, 2048), (1, 64, 2048), (1, 128, 20), (1, 128, 33), (16, 64, 2048), (300, 128, 513))
     for rows, heads, picks in shapes:
         plan = sparse_mla_portable.choose(gpu, layout, rows, heads, picks)
         assert plan.split_picks * (plan.splits - 1) < picks <= plan.split_picks * plan.splits
-        assert plan.split_picks >= min(64, -(-picks // 32) * 32) and plan.split_picks % 32 == 0
+        assert plan.split_picks >= min(64, -(-picks // plan.tile) * plan.tile)
+        assert plan.split_picks % plan.tile == 0 and plan.shared_bytes <= gpu.shared_kib << 10
         assert plan.splits == 1 or rows * plan.splits * -(-heads // plan.heads) <= gpu.processors
 
 
+@pytest.mark.parametrize("layout", sparse_mla_portable.LAYOUTS)
+@pytest.mark.parametrize(("sm", "shared", "tile"), [(80, 163, 32), (86, 99, 16), (89, 99, 16), (120, 99, 16)])
+def test_every_gpu_from_80_on_has_a_form(layout, sm, shared, tile):
+    for heads in (32, 64, 128):
+        plan = sparse_mla_portable.choose(index_tables.Gpu("cuda", sm, 108, shared), layout, 64, heads, 2048)
+        assert plan.tile == tile and plan.shared_bytes <= shared << 10 and plan.threads <= 65536 // 168
+
+
 def test_too_little_shared_memory_is_said(monkeypatch):
-    monkeypatch.setattr(sparse_mla_portable.index_tables, "gpu_of", lambda _: index_tables.Gpu("cuda", 86, 84, 99))
+    monkeypatch.setattr(sparse_mla_portable.index_tables, "gpu_of", lambda _: index_tables.Gpu("cuda", 75, 72, 64))
     q, rows = torch.zeros(2, 64, 576, dtype=torch.bfloat16), torch.zeros(N, 656, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"fp8_656 rows want more shared memory .* 99 KiB .* impl='triton'"):
+    with pytest.raises(ValueError, match=r"fp8_656 rows want more shared memory .* 64 KiB .* impl='triton'"):
         sparse_mla_portable.sparse_mla(q, rows, torch.zeros(2, 64, dtype=torch.int32), SCALE, "fp8_656")
 
 

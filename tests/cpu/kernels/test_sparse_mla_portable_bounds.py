@@ -64,7 +64,7 @@ def inputs(layout, case, size):
 
 @pytest.fixture(scope="module", params=sparse_mla_portable.LAYOUTS)
 def layout_and_run(request, tmp_path_factory):
-    plan = Plan(64, 2, PICKS, 1, request.param == "fp8_656")
+    plan = Plan(64, 3, PICKS, 1, request.param == "fp8_656")
     run = build(tmp_path_factory.mktemp("emulated"), plan, False, False, False)
     return request.param, lambda *given: attend(run, plan, *given)
 
