@@ -68,6 +68,9 @@ __device__ __forceinline__ void wait_for_stores(Barrier& b, u32 parity) {
         "@!done bra again;\n}" ::"r"(shared_address(&b)), "r"(parity) : "memory");
 }
 
+// One more at an address in shared memory.
+__device__ __forceinline__ void count(u32 at) { asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(at) : "memory"); }
+
 // Until as many copies have come as leave this parity.
 __device__ __forceinline__ void wait(Barrier& b, u32 parity) { barrier_wait(shared_address(&b), parity); }
 

@@ -18,14 +18,21 @@
 //
 // Code is kept short where little is looked at: a block runs each part of it once, and fetches it first.
 //
+// A row that the registers of one block hold is that block's alone (select_short.cuh): another one of the cluster from
+// row to row, since clusters may share processors.
+//
 // Compile-time: THREADS (128 .. 1024), CLUSTER (1 .. 16), BATCH (vectors of four scores that a thread looks at
-// together: 1, 2, 4 or 8), HELD (a warp has no more), LISTED (candidates of a warp), PAGES (entries of the page table
-// that a block's stretch may take), SHARED (bytes), BLOCKS (on a processor), PAGE (positions of a page), WRITE.
+// together: 1, 2, 4 or 8), HELD (a warp has no more), LISTED (candidates of a warp), VECTORS (of four scores of a short
+// row that a thread holds: 1, 2, 4 or 8), PAGES (entries of the page table that a block's stretch may take), SHARED
+// (bytes), BLOCKS (on a processor), PAGE (positions of a page), WRITE.
 
 #include "select_parts.cuh"
 #include "select_bins.cuh"
 #include "select_ties.cuh"
 #include "select_rank.cuh"
+#include "select_counts.cuh"
+#include "select_registers.cuh"
+#include "select_short.cuh"
 
 #define FEW_BLOCKS 32  // beside which those of a next kernel find as much room as they want
 
@@ -59,8 +66,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_rows(
     const int want = k - init - local;
     if (length <= k || want == 0) return;
 
-    // This block's stretch of the row, a part of it to each warp.
     Stretch r = stretch_of(line, init, length - local);
+    if (is_short(r, want)) {
+        if (rank != (int)(row % CLUSTER)) return;
+        for (int i = thread; i < ROW_BINS / 4; i += THREADS) ((int4*)sh.bins)[i] = make_int4(0, 0, 0, 0);
+        if (thread == 0) sh.few_count = 0;
+        select_alone(sh, r, to, want, init);
+        return;
+    }
+
+    // This block's stretch of the row, a part of it to each warp.
     const int rivals = r.end - r.first, vector0 = r.first / 4, vectors = (r.end + 3) / 4 - vector0;
     const int steps = (vectors + CLUSTER * THREADS - 1) / (CLUSTER * THREADS);
     const int block_first = vector0 + rank * THREADS * steps;

@@ -175,7 +175,13 @@ def select_rows(
 
 def form(shape: tables.SelectShape | tables.ManyShape, write: int, page_size: int) -> Form:
     """The kernel of a launch: source, name, macros and dynamic shared memory."""
-    both: dict[str, int | str] = {"THREADS": shape.threads, "BLOCKS": shape.blocks, "PAGE": page_size, "WRITE": write}
+    both: dict[str, int | str] = {
+        "THREADS": shape.threads,
+        "BLOCKS": shape.blocks,
+        "VECTORS": shape.vectors,
+        "PAGE": page_size,
+        "WRITE": write,
+    }
     if isinstance(shape, tables.SelectShape):
         few = {
             "CLUSTER": shape.cluster,

@@ -12,13 +12,17 @@
 // misjudged the row: a second threshold follows from the list's length. Where that does not help either, as with
 // thousands of equal scores, the row is read digit by digit.
 //
+// A row that the block's registers hold goes another way (select_short.cuh).
+//
 // Compile-time: THREADS (128 .. 512), BLOCKS (on a processor), BATCH (vectors of four scores of a chunk that a thread
 // looks at, 4 or 8), STRATA (vectors of the sample), LISTED (candidates), CHUNKS (of a row at most), ONCE (what is read
-// may leave the L2 cache), SHARED (bytes), PAGE (positions of a page), WRITE.
+// may leave the L2 cache), VECTORS (as in select.cu), SHARED (bytes), PAGE (positions of a page), WRITE.
 
 #include "select_many_parts.cuh"
-#include "select_many_list.cuh"
 #include "select_ties.cuh"
+#include "select_many_list.cuh"
+#include "select_registers.cuh"
+#include "select_short.cuh"
 
 // The way without a list. plateau: the key that many scores may share, or INT_MIN.
 __device__ __noinline__ void select_by_rereading(Shared& sh, Stretch r, Target to, int want, int init, int plateau) {
@@ -50,7 +54,7 @@ __device__ __noinline__ void select_by_rereading(Shared& sh, Stretch r, Target t
             reread(r, [&](int u, float x) {
                 const u32 key = (u32)order_key(x) ^ 0x80000000u;
                 const bool here = top == 32 || key >> top == least >> top;
-                if (here && competes(r, u)) atomicAdd(&sh.bins[(key >> low) & (digit < 0 ? 1023 : BINS - 1)], 1);
+                if (here && competes(r, u)) atomicAdd(&sh.bins[(key >> low) & (digit < 0 ? 1023 : ROW_BINS - 1)], 1);
             });
             __syncthreads();
             find_bin(sh, room);
@@ -87,6 +91,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_many_rows(
     if (length <= k || want == 0) return;
 
     Stretch r = stretch_of(line, init, length - local);
+    if (is_short(r, want)) {
+        select_alone(sh, r, to, want, init);
+        return;
+    }
     const int rivals = r.end - r.first;
     const int vector0 = r.first / 4, vector_end = (r.end + 3) / 4;
     Chunks chunks = {vector0, vector_end, (vector_end - vector0 + CHUNK - 1) / CHUNK, 0};

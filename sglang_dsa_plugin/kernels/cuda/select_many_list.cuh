@@ -115,7 +115,7 @@ __device__ __forceinline__ void pick(Shared& sh, const Stretch& r, const Chunks&
                     equal++;
                     if (range.span > 0) {
                         const int at = atomicAdd(&sh.few_count, 1);
-                        sh.few[at] = order_key(x[q]), sh.warp_of[at] = warp;
+                        sh.few[at] = order_key(x[q]), sh.few_of[at] = warp;
                     }
                 }
             }
@@ -140,7 +140,7 @@ __device__ __forceinline__ void pick(Shared& sh, const Stretch& r, const Chunks&
         const int who = __ffs(__ballot_sync(ALL, more < range.need && range.need <= more + same)) - 1;
         edge = __shfl_sync(ALL, key, who), same = __shfl_sync(ALL, same, who);
         room -= __shfl_sync(ALL, more, who);
-        const bool before = lane < range.members && sh.warp_of[lane] < warp;
+        const bool before = lane < range.members && sh.few_of[lane] < warp;
         next += __popc(__ballot_sync(ALL, before && key > edge));
         equals = __popc(__ballot_sync(ALL, before && key == edge));
     }

@@ -6,13 +6,14 @@
 #include "copies.cuh"
 
 #define BINS 2048                   // 11 bits of a key at a time
-#define FEW 32                      // keys that a warp ranks at once
+#define ROOM_FOR_PICKS (8 * BATCH * THREADS)  // of a short row: in the ring, two bytes each
+#define ROOM_FOR_PAGES (2 * LISTED)           // and where its list would lie
 #define WIDE 4                      // entries of the list that a thread looks at together
 #define LEAST_NUMBER (-INF_KEY)     // the key of -inf
 
 struct Shared {
     alignas(128) float ring[WARPS][4 * CHUNK];  // scores on their way, a chunk each; picks in the end
-    alignas(16) int bins[BINS];     // counts; zero between searches
+    alignas(16) int bins[ROW_BINS]; // counts; zero between searches
     union {
         alignas(16) int2 list[LISTED];  // candidates, a score's bits and its element; ascending within a chunk
         float4 sample[STRATA];      // before there are any
@@ -21,45 +22,24 @@ struct Shared {
     Barrier arrived[WARPS];
     int above[WARPS], equal[WARPS];
     int sums[WARPS], best[WARPS];
-    int few[FEW], warp_of[FEW];     // candidates of the bin that holds the k-th best, and the warps that found them
-    int found[4];                   // bin, counts above it, counts in it
+    int lowest[WARPS], highest[WARPS];
+    int few[FEW], few_of[FEW];      // candidates of the bin that holds the k-th best, and the warps that found them
+    int found[6];                   // bin, counts above it, counts in it
     int count, few_count;
+    Target target;                  // of a short row
 };
 static_assert(sizeof(Shared) <= SHARED, "more shared memory than the launch gives");
-static_assert(BINS / THREADS % 4 == 0, "find_bin reads four counts at a time");
+static_assert(ROW_BINS == BINS, "three digits make a key");
 static_assert(2 * STRATA <= LISTED, "the sample lies where the list does, and short rows fill it");
 static_assert(STRATA < THREADS || STRATA % THREADS == 0, "threads take whole turns at the sample");
+
+#include "select_counts.cuh"
+
+__device__ __forceinline__ int* pages_of(Shared& sh) { return (int*)sh.list; }
 
 // Position p to place i of the picks.
 __device__ __forceinline__ void put(const Shared&, const Target& to, int i, u32 p) {
     put(to, i, p + to.offset, WRITE == POSITIONS ? 0 : slot_of(to, p));
-}
-
-// By all threads, after a barrier behind the counts, which are at least `need`: the bin in which the `need`-th count
-// from the top lies, and what lies above it, to sh.found. Leaves the counts zero.
-__device__ __forceinline__ void find_bin(Shared& sh, int need) {
-    constexpr int each = BINS / THREADS;
-    const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32, first = BINS - each * (thread + 1);
-    int number[each], own = 0;
-#pragma unroll
-    for (int i = 0; i < each; i += 4) {
-        const int4 four = *(int4*)&sh.bins[first + i];
-        *(int4*)&sh.bins[first + i] = make_int4(0, 0, 0, 0);
-        number[i] = four.x, number[i + 1] = four.y, number[i + 2] = four.z, number[i + 3] = four.w;
-        own += four.x + four.y + four.z + four.w;
-    }
-    const int upto = sum_upto(own);
-    if (lane == 31) sh.sums[warp] = upto;
-    __syncthreads();
-    int above = upto - own + __reduce_add_sync(ALL, lane < warp ? sh.sums[lane] : 0);
-    if (above < need && need <= above + own) {
-        int at = each - 1, here = number[each - 1];
-#pragma unroll
-        for (int i = each - 1; i > 0; i--)
-            if (at == i && above + here < need) above += here, at = i - 1, here = number[i - 1];
-        sh.found[0] = first + at, sh.found[1] = above, sh.found[2] = here;
-    }
-    __syncthreads();
 }
 
 // Candidates are the scores whose keys reach `least`. plateau: `least - 1` is a key that many scores share. best: a key

@@ -9,6 +9,8 @@
 #define EACH (BINS / 32)      // bins that a thread of a warp looks at
 #define GROUPS 128            // bins of the sample
 #define LIST 256              // members of a bin that are ranked at once
+#define ROOM_FOR_PICKS (8 * BATCH * THREADS)  // of a short row: in the ring, two bytes each
+#define ROOM_FOR_PAGES PAGES
 
 // What is known of the k-th best: `above` scores come before all `members`, one of which it is. The same for what lies
 // in the stretches of earlier blocks.
@@ -28,6 +30,7 @@ struct Shared {
     union {
         alignas(16) Entry candidates[WARPS][LISTED];  // of each warp, ascending
         int spare[CLUSTER][BINS];   // as `received`, once the candidates are not looked at any more
+        alignas(16) int bins[ROW_BINS];  // counts of a short row; zero between searches
     };
     alignas(16) int received[CLUSTER][BINS];  // counts by bin, of all blocks
     alignas(16) int fine[BINS];     // of this block
@@ -39,8 +42,10 @@ struct Shared {
     int warp_of[LIST];        // of this block's members
     int lowest[WARPS], highest[WARPS];
     int above[WARPS], equal[WARPS];
+    int sums[WARPS], few[FEW], few_of[FEW], few_count;  // of a short row, as in select_many.cu
     int found[8];
     Place place;
+    Target target;            // of a short row
     int count;                // of this block's members
     int pages[PAGES];         // entries of the page table for this block's stretch
 };
@@ -71,6 +76,8 @@ __device__ __forceinline__ void each(const Stretch& r, const Entry* candidates, 
         f(u, x);
     }
 }
+
+__device__ __forceinline__ int* pages_of(Shared& sh) { return sh.pages; }
 
 // Position p to place i of the picks.
 __device__ __forceinline__ void put(const Shared& sh, const Target& to, int i, u32 p) {

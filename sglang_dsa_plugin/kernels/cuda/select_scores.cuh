@@ -11,6 +11,8 @@
 #define INT_MIN (-0x7fffffff - 1)
 #define NAN_KEY (-0x7fffffff)
 #define INF_KEY 0x7f800000
+#define ROW_BINS (4 * THREADS > 2048 ? 4 * THREADS : 2048)  // where one block counts: 11 bits, or four for each thread
+#define FEW 32                // keys that a warp ranks at once
 
 // What a block knows of its row. Element u of `base`, aligned to 16 bytes, is position u - shift of the window.
 struct Stretch {

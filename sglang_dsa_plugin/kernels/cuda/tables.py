@@ -18,6 +18,7 @@ _PAIRED = 64 * 1024  # columns past which blocks of a cluster may share a proces
 _ROUND = 4 * 512  # scores that the smallest block looks at together
 _LARGE_KIB = 160  # of shared memory, from which on two blocks find room
 _BATCHES = (1, 2, 4, 8)
+_VECTORS = 8  # of four scores, that registers of a thread hold
 _SIXTEEN_SMS = frozenset({90, 100, 103})  # whose clusters may have 16 blocks
 
 
@@ -27,7 +28,7 @@ class SelectShape:
 
     threads: of a block. cluster: blocks that share a row, a power of two. batch: vectors of four scores that a thread
     looks at together: 1, 2, 4 or 8. held: shared memory has room for all scores of a block. listed: candidates that a
-    warp has room for. blocks: that share a processor.
+    warp has room for. blocks: that share a processor. vectors: of each thread, in a row that one block decides alone.
     """
 
     threads: int
@@ -36,6 +37,7 @@ class SelectShape:
     held: bool
     listed: int
     blocks: int
+    vectors: int = _VECTORS
 
     @property
     def pages(self) -> int:
@@ -47,8 +49,8 @@ class SelectShape:
         """Of a block: scores, candidates, bins, members of one, pages, and what is small."""
         warps, counts = self.threads // 32, 4 * 256 * self.cluster  # 256: BINS of select_parts.cuh
         scores = self.threads * 16 * self.batch
-        listed = max((2 if self.held else 8) * self.listed * warps, counts)
-        small = 4 * 256 + 4 * 128 + 8 * self.cluster + 24 * warps + 2 * 4 * 256 + 4 * self.pages + 128
+        listed = max((2 if self.held else 8) * self.listed * warps, counts, 4 * max(_BINS, 4 * self.threads))
+        small = 4 * 256 + 4 * 128 + 8 * self.cluster + 28 * warps + 2 * 4 * 256 + 4 * self.pages + 8 * 32 + 192
         return -(-(scores + listed + counts + small) // 128) * 128
 
     def serves(self, width: int, page_size: int) -> bool:
@@ -63,7 +65,8 @@ class ManyShape:
 
     threads: of a block. blocks: that share a processor. batch: vectors of four scores that a thread looks at together:
     4 or 8. strata: vectors that the first threshold follows from, a power of two. listed: candidates that a block has
-    room for. chunks: of a row, each of 32 * batch vectors. once: the L2 cache need not keep what was read.
+    room for. chunks: of a row, each of 32 * batch vectors. once: the L2 cache need not keep what was read. vectors: as
+    in SelectShape.
     """
 
     threads: int
@@ -73,6 +76,7 @@ class ManyShape:
     listed: int
     chunks: int
     once: bool
+    vectors: int = _VECTORS
 
     cluster = 1
 
@@ -80,7 +84,7 @@ class ManyShape:
     def shared_bytes(self) -> int:
         """Of a block: scores on their way, bins, candidates, chunks, and what is small."""
         ring = self.threads * 16 * self.batch
-        small = self.threads // 32 * 24 + 320
+        small = self.threads // 32 * 32 + 384
         return -(-(ring + 4 * _BINS + 8 * self.listed + 4 * self.chunks + small) // 128) * 128
 
     def serves(self, width: int, page_size: int) -> bool:
@@ -100,7 +104,7 @@ def launch_shape(gpu: Gpu, rows: int, columns: int, k: int, page_size: int) -> S
     """The launch for so many rows of up to `columns` columns, None where no kernel of here can run."""
     shapes = [many_shape(gpu, columns, k)]
     if rows <= _few_rows(gpu, columns):
-        shapes.insert(0, select_shape(gpu, rows, columns))
+        shapes = [short_shape(gpu, columns), select_shape(gpu, rows, columns), *shapes]
     return next((shape for shape in shapes if shape is not None and shape.serves(columns, page_size)), None)
 
 
@@ -114,6 +118,20 @@ def _few_rows(gpu: Gpu, columns: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
+def short_shape(gpu: Gpu, columns: int) -> SelectShape | None:
+    """The launch for rows of which one block decides each alone, None where there are longer ones or no room.
+
+    H200, 2026-12-01, k 2048, positions and slots, microseconds for 1 / 16 / 64 / 132 rows, here and with clusters of
+    `select_shape`, of which one block works: of 8K 4.3 / 4.9 / 5.8 / 6.4 and 4.4 / 5.3 / 6.0 / 8.0; of 16K 5.6 / 6.1 /
+    7.3 / 8.9 and 5.7 / 6.6 / 8.4 / 10.9.
+    """
+    shape = SelectShape(512, 1, 8, True, 1024, 1)
+    held = 4 * shape.threads * shape.vectors
+    usable = gpu.kind == "cuda" and gpu.sm in CLUSTER_SMS and shape.shared_bytes <= _room(gpu, 1)
+    return shape if usable and columns <= held else None
+
+
+@functools.lru_cache(maxsize=4096)
 def select_shape(gpu: Gpu, rows: int, columns: int) -> SelectShape | None:
     """The launch for rows of up to `columns` columns, None where the kernel cannot run.
 
@@ -122,7 +140,9 @@ def select_shape(gpu: Gpu, rows: int, columns: int) -> SelectShape | None:
     C16 B4 7.3, C8 B8 7.3, T256 C16 B8 7.6. 16 rows of 8K T512 C4 B1 6.9, T256 C8 B1 7.4; of 32K T512 C4 B4 7.8, C2 B8
     8.3, C8 B2 8.9; of 128K T512 C8 B8 11.7, B4 in two turns 11.4, T1024 C4 B8 11.7. 24 rows of 160K T512 C8 B4 13.4, B8
     14.3; 40 of 64K T1024 C2 B8 13.2, T512 C4 B8 17.5; 64 of 8K T512 C2 B2 8.1, B4 8.5, C4 B1 13.0, of 32K T1024 C2 B4
-    11.2, T512 C2 B8 11.5; 100 of 24K T512 C2 B8 13.0. Blocks that share a processor gain only where rows are long.
+    11.2, T512 C2 B8 11.5; 100 of 24K T512 C2 B8 13.0. Blocks that share a processor gain only where rows are long. On
+    2026-12-01, 16 rows of 2K / 12K / 32K / 64K / 128K in 128K columns: T512 C8 B8 1.45 / 8.3 / 9.7 / 10.9 / 11.1, T1024
+    C4 B8 1.46 / 7.2 / 9.4 / 9.8 / 10.5; 4 rows 1.2 / 5.9 / 7.2 / 7.3 / 7.4 and 1.4 / 6.6 / 8.6 / 8.6 / 8.8.
     """
     if gpu.kind != "cuda" or gpu.sm not in CLUSTER_SMS:
         return None
@@ -134,6 +154,8 @@ def select_shape(gpu: Gpu, rows: int, columns: int) -> SelectShape | None:
         and _run_at_once(gpu, rows, columns, 2 * cluster)
     ):
         cluster *= 2
+    if cluster == 8 and columns <= 4 * 1024 * 4 * 8 and not 4 * rows * cluster <= 3 * gpu.processors:
+        threads, cluster = 1024, 4  # blocks of clusters of eight would share processors
     if cluster == 2 and 4 * threads * 4 < columns and 2 * rows <= gpu.processors:
         threads = 1024  # clusters of four would not all run at once: as many threads in clusters of two
     blocks = _blocks(gpu, threads)

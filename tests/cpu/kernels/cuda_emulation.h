@@ -224,6 +224,11 @@ inline int atomicAdd(int* p, int x) {
     *p += x;
     return before;
 }
+inline u32 shared_address(const void* p) { return (const char*)p - shared_memory(); }
+inline void count(u32 at) {
+    if (at > SHARED_BYTES - 4 || at % 4) die("count outside shared");
+    ++*(int*)(shared_memory() + at);
+}
 template <class T>
 inline T __ldg(const T* p) {
     return *p;

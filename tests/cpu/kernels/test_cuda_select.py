@@ -34,7 +34,7 @@ MORE = [
 )
 def form(request, tmp_path_factory):
     """(the kernel with the arguments of select.cu, rows and a seed; the most columns it holds)."""
-    shape = tables.SelectShape(*request.param, 1)
+    shape = tables.SelectShape(*request.param, 1, 1)  # few scores are few enough for a block alone
     run = cuda_emulation.build(tmp_path_factory.mktemp("emulated"), cuda_select.form(shape, cuda_select.BOTH, 64))
     return run, 4 * shape.threads * shape.cluster * shape.batch * (1 if shape.held else 3)
 

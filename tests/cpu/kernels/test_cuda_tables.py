@@ -32,10 +32,21 @@ def test_launches_that_were_measured():
         return shape.threads, shape.cluster, shape.batch, shape.held
 
     assert [of(1, s) for s in (8192, 32768, 131072)] == [(512, 4, 1, True), (512, 8, 2, True), (512, 8, 8, True)]
-    assert [of(16, s) for s in (8192, 32768, 131072)] == [(512, 4, 1, True), (512, 4, 4, True), (512, 8, 8, True)]
+    assert [of(16, s) for s in (8192, 32768, 131072)] == [(512, 4, 1, True), (512, 4, 4, True), (1024, 4, 8, True)]
+    assert of(4, 131072) == (512, 8, 8, True) and of(16, 131075) == (512, 8, 4, False)
     assert [of(64, s) for s in (8192, 32768)] == [(512, 2, 2, True), (1024, 2, 4, True)]
     assert of(24, 163840) == (512, 8, 4, False) and of(40, 65536) == (1024, 2, 8, True)
     assert of(100, 24576) == (512, 2, 8, True)
+
+
+def test_scores_no_wider_than_a_short_row_have_a_block_for_each():
+    for rows, columns in itertools.product((1, 16, 64, 132), (2049, 8192, 16384)):
+        shape = tables.launch_shape(H200, rows, columns, 2048, 64)
+        assert isinstance(shape, tables.SelectShape) and shape.cluster == 1
+        assert shape.held and columns <= 4 * shape.threads * shape.vectors <= 4 * shape.threads * shape.batch
+        assert shape.shared_bytes <= 227 * 1024
+    for rows, columns, page_size in ((16, 16385, 64), (133, 8192, 64), (16, 8192, 1)):
+        assert tables.launch_shape(H200, rows, columns, 2048, page_size) != tables.short_shape(H200, columns)
 
 
 def test_where_blocks_of_one_row_each_are_taken():
