@@ -217,6 +217,7 @@ def _more_selection() -> Iterator[Case]:
         ("ties in 16 rows", 16, 90, 5),
         ("two values in one row", 1, 700, 2),
         ("ties in 150 rows", 150, 90, 5),
+        ("ties in 150 long rows", 150, 270, 5),
         ("300 rows", 300, 130, 1 << 20),
         ("ties in 300 rows", 300, 130, 1000),
     ):

@@ -279,16 +279,19 @@ def test_rows_that_overlap(caches, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("heads", [8, 16])
 @pytest.mark.parametrize("size", [1, 10, 30])
-def test_scores_that_grow_from_pick_to_pick(caches, layout, heads, size):
-    """So that every tile, and every quarter of it, has a larger maximum than those before; or a smaller one."""
-    rows, k = 6, 700
+@pytest.mark.parametrize(("rows", "clusters"), [(6, [1, 2]), (270, [1])])
+def test_scores_that_grow_from_pick_to_pick(caches, layout, heads, size, rows, clusters):
+    """So that every tile, and every quarter of it, has a larger maximum than those before; or a smaller one. As few
+    rows as a cluster takes, and more than there are processors: blocks walk over these, 16 heads in another form.
+    """
+    k = 700
     q, kv = queries(rows, heads) * size, caches[layout]
     slots = picks(rows, k)
     by_score = (q[:, 0].double() @ quant.dequantize_latent(kv, layout, impl="torch").double().T).gather(1, slots.long())
     slots = slots.gather(1, by_score.argsort(1))
     slots[1] = slots[1].flip(0)
     slots[2, :70], slots[3, :16], slots[4, 16:64] = -1, -1, -1
-    check(q, kv, slots, layout, clusters=[1, 2])
+    check(q, kv, slots, layout, clusters=clusters)
 
 
 def test_a_graph_keeps_the_rows_it_was_recorded_with(caches):

@@ -3,8 +3,8 @@
 Why: some things are known only where the weights are, or the GPU. SGLang logs what a scheduler process raises under
 some forty lines of traceback, and its launcher kills itself then: status 137, as if memory had run out, and a Python
 program that asked for an engine is gone. Here a scheduler leaves the sentence with the launcher, which looks while it
-waits for its schedulers, ends them and raises it. With --dp-size above 1 another process starts the schedulers, and
-waits in a way of its own: there SGLang tells it as before.
+waits for its schedulers, ends them and raises it. Where another process starts the schedulers or resolved the
+arguments (--dp-size above 1 without DP attention, SGLang's launch_server_process) SGLang tells it as before.
 Upstream: managers/scheduler.py run_scheduler_process, entrypoints/engine.py _wait_for_scheduler_ready.
 Can go: when the launcher raises what a scheduler raised.
 """
@@ -70,6 +70,7 @@ def in_launcher(original: Callable[..., Any], readers: Sequence[Any], processes:
             process.kill()
         for process in processes:
             process.join(_LEAVES_S)
+        os.ftruncate(_memory, 0)  # what this process starts next may be a model that nobody listens for
         raise
 
 
@@ -106,7 +107,8 @@ def _left(text: str) -> bool:
 
 
 def _found() -> str | None:
-    """The first refusal that was left here."""
+    """The first refusal that was left here, once all of it is there."""
     if _memory is None or not (size := os.fstat(_memory).st_size):
         return None
-    return os.pread(_memory, size, 0).decode().partition("\0")[0]
+    text, end, _ = os.pread(_memory, size, 0).partition(b"\0")
+    return text.decode() if end else None

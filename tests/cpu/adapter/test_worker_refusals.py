@@ -88,6 +88,22 @@ def test_a_refusal_from_before_the_wait_is_seen(launcher, monkeypatch):
         worker_refusals.in_launcher(wait, readers, processes)
 
 
+def test_what_is_started_next_hears_no_earlier_refusal(launcher):
+    """A model of another kind, for whose arguments nobody listens anew."""
+    with pytest.raises(Refusal, match=f"^{TEXT}$"):
+        worker_refusals.in_launcher(wait, *started(Refusal(TEXT)))
+    assert worker_refusals.in_launcher(wait, *started(None)) == ["ready"]
+
+
+@pytest.mark.parametrize("cut", [1, 5, len("größer".encode())])
+def test_half_a_sentence_is_not_told(launcher, cut):
+    written = "größer".encode()
+    os.pwrite(worker_refusals._memory, written[:cut], 0)
+    assert worker_refusals._found() is None
+    os.pwrite(worker_refusals._memory, written + b"\0", 0)
+    assert worker_refusals._found() == "größer"
+
+
 def test_other_errors_and_successes_are_left_to_sglang(launcher):
     readers, processes = started(RuntimeError("a fault"), None)
     assert worker_refusals.in_launcher(wait, readers, processes) == ["logged: a fault", "ready"]
