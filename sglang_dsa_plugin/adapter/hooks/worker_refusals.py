@@ -3,7 +3,8 @@
 Why: some things are known only where the weights are, or the GPU. SGLang logs what a scheduler process raises under
 some forty lines of traceback, and its launcher kills itself then: status 137, as if memory had run out, and a Python
 program that asked for an engine is gone. Here a scheduler leaves the sentence with the launcher, which looks while it
-waits for its schedulers, ends them and raises it.
+waits for its schedulers, ends them and raises it. With --dp-size above 1 schedulers are the children of another process,
+which waits in a way of its own: there SGLang tells it as before.
 Upstream: managers/scheduler.py run_scheduler_process, entrypoints/engine.py _wait_for_scheduler_ready.
 Can go: when the launcher raises what a scheduler raised.
 """
