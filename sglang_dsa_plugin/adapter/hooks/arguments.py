@@ -67,7 +67,9 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
         user.get("dsa_topk_backend"),
         user.get("dsa_paged_mqa_logits_backend"),
     )
-    serving = _plan(server_args, user, flags, dsa)
+    device = serving_device(server_args)
+    serving = _plan(server_args, user, flags, dsa, device)
+    _both_phases(server_args)
     declare_resolution(
         server_args,
         SOURCE,
@@ -87,7 +89,35 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
     logger.info("sglang-dsa-plugin plan: %s", serving.describe())
 
 
-def _plan(server_args: Any, user: dict[str, Any], flags: KernelFlags, dsa: DsaConfig) -> plan.ServingPlan:
+def serving_device(server_args: Any) -> str:
+    """The device of the arguments, "cuda" or "cpu"; raises plan.Refusal for one that the platform here is not for.
+
+    SGLang's layers take the kernels of the machine's platform, whatever --device says.
+    """
+    asked = str(resolving_view(server_args).device).partition(":")[0]
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    if asked == here:
+        return asked
+    remedy = (
+        'hide the GPUs with CUDA_VISIBLE_DEVICES="" and leave the flag out'
+        if asked == "cpu"
+        else "leave the flag out, and `sglang-dsa doctor` says what runs on this machine"
+    )
+    raise plan.Refusal(
+        f"--device {asked} is not served for DSA models here: the layers of this machine run on {here}; {remedy}"
+    )
+
+
+def _both_phases(server_args: Any) -> None:
+    """Declare dsa for each phase. What the user gave for one is dsa by now; that is what he means for the other, which
+    SGLang would fill with another backend.
+    """
+    view = resolving_view(server_args)
+    if view.attention_backend not in DSA_NAMES:
+        declare_resolution(server_args, SOURCE, attention_backend="dsa")
+
+
+def _plan(server_args: Any, user: dict[str, Any], flags: KernelFlags, dsa: DsaConfig, device: str) -> plan.ServingPlan:
     """What this server will use; raises plan.Refusal also for an operator that nothing here computes."""
     try:
         return plan.plan_serving(
@@ -95,7 +125,7 @@ def _plan(server_args: Any, user: dict[str, Any], flags: KernelFlags, dsa: DsaCo
             kv_cache_dtype=user.get("kv_cache_dtype") or "auto",
             page_size=user.get("page_size"),
             flags=flags,
-            device="cuda" if torch.cuda.is_available() else "cpu",
+            device=device,
             heads=max(1, dsa.num_heads // resolving_view(server_args).tp_size),
             index_heads=dsa.index_n_heads,
             topk=dsa.index_topk,

@@ -11,7 +11,8 @@ from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, Phase, 
 from sglang.srt.server_args import prepare_server_args
 
 from sglang_dsa_plugin import plan, support
-from sglang_dsa_plugin.adapter.hooks import arguments
+from sglang_dsa_plugin.adapter import selfcheck
+from sglang_dsa_plugin.adapter.hooks import arguments, last_check
 from sglang_dsa_plugin.adapter.hooks.arguments import BACKEND_FIELDS, NOT_SERVED, refuse_flags
 from sglang_dsa_plugin.backend.dense_fallback import GRAPH_SIZES
 from sglang_dsa_plugin.kernel_flags import KernelFlags
@@ -106,7 +107,7 @@ def plan_that_ends(monkeypatch, error):
     monkeypatch.setattr(arguments, "model_config_of", lambda _: types.SimpleNamespace(dtype=torch.bfloat16))
     monkeypatch.setattr(arguments, "resolving_view", lambda _: types.SimpleNamespace(tp_size=1))
     config = types.SimpleNamespace(architecture=CONFIG.architecture, num_heads=8, index_n_heads=4, index_topk=64)
-    arguments._plan(types.SimpleNamespace(), {}, KernelFlags(), config)
+    arguments._plan(types.SimpleNamespace(), {}, KernelFlags(), config, "cpu")
 
 
 @pytest.mark.parametrize(("impl", "remedy"), [("", "`sglang-dsa doctor` says"), ("cuda", "IMPL=cuda out")])
@@ -121,6 +122,61 @@ def test_another_error_of_the_plan_stays_what_it_is(monkeypatch, error):
     with pytest.raises(ValueError) as raised:
         plan_that_ends(monkeypatch, error)
     assert raised.value is error
+
+
+def test_a_phase_left_unsaid_is_dsa_too(monkeypatch):
+    declared = []
+    monkeypatch.setattr(arguments, "declare_resolution", lambda args, source, **fields: declared.append(fields))
+    monkeypatch.setattr(arguments, "resolving_view", lambda args: args)
+    for resolved in ("torch_native", "intel_amx", "fa3", None):
+        arguments._both_phases(types.SimpleNamespace(attention_backend=resolved))
+        assert declared.pop() == {"attention_backend": "dsa"}
+    for resolved in ("dsa", "nsa"):
+        arguments._both_phases(types.SimpleNamespace(attention_backend=resolved))
+    assert not declared
+
+
+@pytest.mark.parametrize(
+    ("asked", "cuda", "remedy"),
+    [("cpu", True, 'CUDA_VISIBLE_DEVICES=""'), ("cuda", False, "leave the flag out"), ("xpu", True, "leave the flag")],
+)
+def test_the_device_is_that_of_the_arguments_or_refused(monkeypatch, asked, cuda, remedy):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(arguments, "resolving_view", lambda args: args)
+    with pytest.raises(plan.Refusal, match=f"--device {asked} is not served for DSA models here: .*{remedy}"):
+        arguments.serving_device(types.SimpleNamespace(device=asked))
+    here = "cuda" if cuda else "cpu"
+    assert arguments.serving_device(types.SimpleNamespace(device=f"{here}:1")) == here
+
+
+LAST_CHECK = [
+    # prefill, decode, whether the model is DSA, words of the refusal
+    ("dsa", "dsa", True, None),
+    ("nsa", "dsa", True, None),
+    ("dsa", "fa3", True, "attention of decode would run on fa3"),
+    ("torch_native", "dsa", True, "attention of prefill would run on torch_native"),
+    ("fa3", "fa3", True, "attention of prefill would run on fa3"),
+    ("fa3", "fa3", False, None),
+]
+
+
+@pytest.mark.parametrize(("prefill", "decode", "dsa", "refused"), LAST_CHECK)
+def test_both_phases_are_ours_or_neither(monkeypatch, prefill, decode, dsa, refused):
+    names = ["DeepseekV32ForCausalLM"] if dsa else ["LlamaForCausalLM"]
+    config = types.SimpleNamespace(architectures=names, index_topk=64 if dsa else None)
+    checked = []
+    monkeypatch.setattr(arguments, "hf_config_of", lambda args: config)
+    monkeypatch.setattr(last_check, "resolving_view", lambda args: args)
+    monkeypatch.setattr(selfcheck, "require_classes", lambda: checked.append(True))
+    args = types.SimpleNamespace(
+        attention_backend=None, prefill_attention_backend=prefill, decode_attention_backend=decode
+    )
+    if refused:
+        with pytest.raises(plan.Refusal, match=refused):
+            last_check.check(args, lambda args: None)
+    else:
+        last_check.check(args, lambda args: None)
+    assert checked == ([True] if dsa and not refused else [])
 
 
 @pytest.fixture
