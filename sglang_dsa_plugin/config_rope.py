@@ -42,8 +42,12 @@ def read_rope(config: Any) -> tuple[float, YarnScaling | None]:
     """Theta and YaRN factors from the nested form (rope_parameters) or the flat one (rope_theta, rope_scaling)."""
     nested, scaling = keys.mapping(config, "rope_parameters"), keys.mapping(config, "rope_scaling")
     longest = keys.positive(config, "max_position_embeddings")
+    # In an object SGLang's own classes leave both words, of which an override changes one; rope_type decides there.
+    if isinstance(config, Mapping):
+        for form, name in _forms(nested or {}, scaling or {}):
+            _refuse_two_kinds(form, name)
     if nested and scaling:
-        said, otherwise = ((_kind(form, name), _yarn(form, name, longest)) for form, name in _forms(nested, scaling))
+        said, otherwise = ((_kind(form), _yarn(form, name, longest)) for form, name in _forms(nested, scaling))
         if said != otherwise:
             raise UnsupportedModel(
                 f"rope_scaling={dict(scaling)} contradicts rope_parameters={dict(nested)}; remove the wrong one"
@@ -72,28 +76,26 @@ def _theta(config: Any, name: str) -> float | None:
     return None if keys.get(config, "rope_theta") is None else keys.number(config, "rope_theta", name=name)
 
 
-def _kind(scaling: Mapping[str, Any], name: str) -> str | None:
+def _kind(scaling: Mapping[str, Any]) -> str | None:
+    kind = scaling.get("rope_type") or scaling.get("type")
+    if kind is None and scaling.get("factor") is None:
+        return "default"
     # The model class renames the type in place once it has built a layer.
-    kinds = {
-        key: "yarn" if scaling[key] == "deepseek_yarn" else scaling[key]
-        for key in ("rope_type", "type")
-        if scaling.get(key) is not None
-    }
-    said = list(kinds.values())
-    if not said:
-        return "default" if scaling.get("factor") is None else None
-    if said[0] != said[-1]:
+    return "yarn" if kind == "deepseek_yarn" else kind
+
+
+def _refuse_two_kinds(scaling: Mapping[str, Any], name: str) -> None:
+    kind, older = scaling.get("rope_type"), scaling.get("type")
+    if kind and older and _kind(scaling) != _kind({"type": older}):
         raise UnsupportedModel(
-            f"{name}['type']={kinds['type']!r} contradicts {name}['rope_type']={kinds['rope_type']!r}; "
-            "remove the wrong one"
+            f"{name}['type']={older!r} contradicts {name}['rope_type']={kind!r}; remove the wrong one"
         )
-    return said[0]
 
 
 def _yarn(scaling: Mapping[str, Any] | None, name: str, max_position: int) -> YarnScaling | None:
     if not scaling:
         return None
-    kind = _kind(scaling, name)
+    kind = _kind(scaling)
     if kind == "default":
         return None
     if kind != "yarn":

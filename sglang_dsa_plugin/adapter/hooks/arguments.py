@@ -21,7 +21,7 @@ from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
 from sglang_dsa_plugin import plan, settings, support
-from sglang_dsa_plugin.adapter import refusals
+from sglang_dsa_plugin.adapter import config_file, refusals
 from sglang_dsa_plugin.adapter.hooks import worker_refusals
 from sglang_dsa_plugin.backend import dense_fallback
 from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
@@ -58,7 +58,7 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
         previous(server_args)
         return
     settings.table()  # a mistyped switch is refused here, before a model is loaded
-    dsa = DsaConfig.from_hf(config)
+    dsa = config_file.read_checked(server_args, config)
     user = _user_values(server_args)
     refuse_flags(user, dsa)
     flags = KernelFlags(

@@ -36,9 +36,9 @@ def check(server_args: Any, previous: Callable[[Any], None]) -> None:
     if len(ours) < len(phases):
         phase, name = next((phase, name) for phase, name in phases.items() if phase not in ours)
         raise plan.Refusal(
-            f"attention of {phase} would run on {name}, and a DSA model needs dsa for prefill and decode: leave out the "
-            f"flag that asks for {name}, or give --attention-backend dsa and neither of --prefill-attention-backend and "
-            "--decode-attention-backend"
+            f"attention of {phase} would run on {name}, and a DSA model needs dsa for prefill and decode: leave out "
+            f"the flag that asks for {name}, or give --attention-backend dsa and neither of "
+            "--prefill-attention-backend and --decode-attention-backend"
         )
     from sglang_dsa_plugin.adapter import selfcheck
 
