@@ -47,6 +47,7 @@ CASES = {
         (*DSA, "--prefill-attention-backend", "flashinfer"),
         "--prefill-attention-backend flashinfer does not run the sparse",
     ),
+    "adapters on a CPU": (V32, (*DSA, "--enable-lora"), "--enable-lora is not served for DSA models on a CPU"),
     "prefill kernel": (
         V32,
         (*DSA, "--dsa-prefill-backend", "flashmla_sparse"),

@@ -10,6 +10,7 @@ Upstream: arg_groups/model_hook.py, handle_model_specific_adjustments (the capab
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -68,6 +69,9 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
         user.get("dsa_paged_mqa_logits_backend"),
     )
     device = serving_device(server_args)
+    if device == "cpu":
+        refuse_on_cpu(user, dsa)
+    refuse_plain_rope_of_longcat(dsa)
     serving = _plan(server_args, user, flags, dsa, device)
     _both_phases(server_args)
     declare_resolution(
@@ -106,6 +110,39 @@ def serving_device(server_args: Any) -> str:
     raise plan.Refusal(
         f"--device {asked} is not served for DSA models here: the layers of this machine run on {here}; {remedy}"
     )
+
+
+def refuse_on_cpu(user: dict[str, Any], config: DsaConfig) -> None:
+    """Raise plan.Refusal for what SGLang itself cannot run on a CPU and finds out after loading only."""
+    if config.architecture.startswith("LongcatFlash"):
+        raise plan.Refusal(
+            f"architectures=[{config.architecture!r}] is not served on a CPU: SGLang computes its zero experts with a "
+            "Triton kernel, which needs a GPU; serve it on one"
+        )
+    # Its adapters lie in pinned memory, and its kernels in torch take arguments that its layers do not give.
+    for field in ("enable_lora", "lora_paths"):
+        if user.get(field):
+            raise plan.Refusal(
+                f"--{field.replace('_', '-')} is not served for DSA models on a CPU: SGLang's LoRA does not run there; "
+                "leave the flag out, or serve a checkpoint into which the adapter was merged"
+            )
+
+
+def refuse_plain_rope_of_longcat(config: DsaConfig) -> None:
+    """SGLang's LongCat looks for theta in rope_parameters, which transformers 5 leaves at None. YaRN of factor 1 is the
+    same table.
+    """
+    if config.architecture.startswith("LongcatFlash") and config.yarn is None:
+        scaling = {
+            "rope_type": "yarn",
+            "factor": 1.0,
+            "original_max_position_embeddings": config.max_position_embeddings,
+        }
+        raise UnsupportedModel(
+            f"architectures=[{config.architecture!r}] without rope_scaling: SGLang cannot build it, but can with YaRN "
+            "of factor 1, which is plain rope; start with --json-model-override-args "
+            f"'{json.dumps({'rope_scaling': scaling})}'"
+        )
 
 
 def _both_phases(server_args: Any) -> None:

@@ -1,5 +1,7 @@
 """Flags of a DSA model: what is not served is refused by the flag's own name, and the rest passes."""
 
+import json
+import re
 import types
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 pytest.importorskip("sglang")
 
 import torch
+from sglang.srt.layers.rotary_embedding.factory import get_rope
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, Phase, with_phase
 from sglang.srt.server_args import prepare_server_args
 
@@ -15,6 +18,7 @@ from sglang_dsa_plugin.adapter import selfcheck
 from sglang_dsa_plugin.adapter.hooks import arguments, last_check
 from sglang_dsa_plugin.adapter.hooks.arguments import BACKEND_FIELDS, NOT_SERVED, refuse_flags
 from sglang_dsa_plugin.backend.dense_fallback import GRAPH_SIZES
+from sglang_dsa_plugin.config import UnsupportedModel
 from sglang_dsa_plugin.kernel_flags import KernelFlags
 
 CONFIG = types.SimpleNamespace(architecture="DeepseekV32ForCausalLM")
@@ -147,6 +151,38 @@ def test_the_device_is_that_of_the_arguments_or_refused(monkeypatch, asked, cuda
         arguments.serving_device(types.SimpleNamespace(device=asked))
     here = "cuda" if cuda else "cpu"
     assert arguments.serving_device(types.SimpleNamespace(device=f"{here}:1")) == here
+
+
+@pytest.mark.parametrize("flags", [("--enable-lora",), ("--lora-paths", "a=somewhere")])
+def test_adapters_are_refused_on_a_cpu(flags):
+    user = vars_of(prepare_server_args(["--model-path", "none", *flags]))
+    with pytest.raises(plan.Refusal, match=f"{flags[0]} is not served for DSA models on a CPU: .*leave the flag out"):
+        arguments.refuse_on_cpu(user, CONFIG)
+    arguments.refuse_on_cpu(vars_of(prepare_server_args(["--model-path", "none"])), CONFIG)
+
+
+def vars_of(server_args):
+    return {field: getattr(server_args, field) for field in ("enable_lora", "lora_paths")}
+
+
+def test_longcat_is_refused_on_a_cpu_and_with_plain_rope():
+    longcat = types.SimpleNamespace(
+        architecture="LongcatFlashForCausalLM", yarn=None, rope_theta=5e6, max_position_embeddings=8192
+    )
+    with pytest.raises(plan.Refusal, match=r"LongcatFlashForCausalLM.* is not served on a CPU.*needs a GPU"):
+        arguments.refuse_on_cpu({}, longcat)
+    with pytest.raises(UnsupportedModel, match="without rope_scaling: SGLang cannot build it") as refusal:
+        arguments.refuse_plain_rope_of_longcat(longcat)
+    scaling = json.loads(re.search(r"--json-model-override-args '(.*)'$", str(refusal.value)).group(1))["rope_scaling"]
+    longcat.yarn = scaling
+    arguments.refuse_plain_rope_of_longcat(longcat)
+    arguments.refuse_plain_rope_of_longcat(types.SimpleNamespace(architecture="GlmMoeDsaForCausalLM", yarn=None))
+    # The remedy is plain rope to the bit, by the class that SGLang takes for YaRN.
+    shape = {"head_size": 64, "rotary_dim": 64, "max_position": 8192, "base": 5e6, "is_neox_style": False}
+    plain = get_rope(**shape)
+    scaled = get_rope(**shape, rope_scaling={**scaling, "rope_type": "deepseek_yarn"})
+    assert type(scaled) is not type(plain)
+    assert torch.equal(scaled.cos_sin_cache, plain.cos_sin_cache)
 
 
 LAST_CHECK = [
