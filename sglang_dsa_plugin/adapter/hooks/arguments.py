@@ -166,6 +166,8 @@ def _plan(server_args: Any, user: dict[str, Any], flags: KernelFlags, dsa: DsaCo
             heads=max(1, dsa.num_heads // resolving_view(server_args).tp_size),
             index_heads=dsa.index_n_heads,
             topk=dsa.index_topk,
+            dtype=user.get("dtype"),
+            max_total_tokens=user.get("max_total_tokens"),
         )
     except support.NotServed as error:
         forced = settings.forced_impl()
