@@ -6,6 +6,7 @@ as it does in every published config.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +37,27 @@ def count(config: Any, key: str, default: int) -> int:
     return value
 
 
+def number(config: Any, key: str, default: float | None = None, *, zero: bool = False, name: str = "") -> float:
+    """A finite number above 0, or of at least 0 with `zero`; `name` is what a refusal calls the key."""
+    value, name = get(config, key), name or key
+    if value is None:
+        if default is None:
+            raise UnsupportedModel(f"{name} is missing; take it from the model's published config.json")
+        return default
+    real = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not real or value < 0 or (value == 0 and not zero):
+        wanted = "a number of at least 0" if zero else "a positive number"
+        raise UnsupportedModel(f"{name}={value!r} must be {wanted}; correct it in config.json")
+    return float(value)
+
+
+def mapping(config: Any, key: str) -> Mapping[str, Any] | None:
+    value = get(config, key)
+    if value is not None and not isinstance(value, Mapping):
+        raise UnsupportedModel(f"{key}={value!r} must be an object with keys of its own; correct it in config.json")
+    return value
+
+
 def flag(config: Any, key: str, default: bool) -> bool:
     value = get(config, key)
     if value is None:
@@ -46,8 +68,6 @@ def flag(config: Any, key: str, default: bool) -> bool:
 
 
 def fixed(config: Any, key: str, expected: int, why: str) -> None:
-    value = get(config, key)
-    if value is None:
-        raise UnsupportedModel(f"{key} is missing from the config; take it from the model's published config.json")
+    value = positive(config, key)
     if value != expected:
         raise UnsupportedModel(f"{key}={value!r} is not served: {why}, so it must be {expected}")

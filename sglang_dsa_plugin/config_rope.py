@@ -12,6 +12,18 @@ from typing import Any
 from sglang_dsa_plugin import config_keys as keys
 from sglang_dsa_plugin.config_keys import UnsupportedModel
 
+FACTORS = (
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "extrapolation_factor",
+    "attn_factor",
+    "apply_yarn_scaling",
+    "apply_scale",
+)
+
 
 @dataclass(frozen=True)
 class YarnScaling:
@@ -28,16 +40,23 @@ class YarnScaling:
 
 def read_rope(config: Any) -> tuple[float, YarnScaling | None]:
     """Theta and YaRN factors from the nested form (rope_parameters) or the flat one (rope_theta, rope_scaling)."""
-    nested = keys.get(config, "rope_parameters")
-    theta = nested.get("rope_theta") if nested else None
-    scaling = keys.get(config, "rope_scaling")
-    if nested and scaling and _kind(nested) != _kind(scaling):
-        raise UnsupportedModel(
-            f"rope_scaling={dict(scaling)} contradicts rope_parameters={dict(nested)}; remove the wrong one"
-        )
-    scaling = nested or scaling
-    flat = keys.get(config, "rope_theta")
-    if theta is not None and flat is not None and float(theta) != float(flat):
+    nested, scaling = keys.mapping(config, "rope_parameters"), keys.mapping(config, "rope_scaling")
+    longest = keys.positive(config, "max_position_embeddings")
+    # In an object SGLang's own classes leave both words, of which an override changes one; rope_type decides there.
+    if isinstance(config, Mapping):
+        for form, name in _forms(nested or {}, scaling or {}):
+            _refuse_two_kinds(form, name)
+    if nested and scaling:
+        said, otherwise = ((_kind(form), _yarn(form, name, longest)) for form, name in _forms(nested, scaling))
+        if said != otherwise:
+            raise UnsupportedModel(
+                f"rope_scaling={dict(scaling)} contradicts rope_parameters={dict(nested)}; remove the wrong one"
+            )
+    theta = _theta(nested or {}, "rope_parameters['rope_theta']")
+    if theta is None:
+        theta = _theta(scaling or {}, "rope_scaling['rope_theta']")
+    flat = _theta(config, "rope_theta")
+    if theta is not None and flat is not None and theta != flat:
         raise UnsupportedModel(
             f"rope_theta={flat!r} contradicts rope_parameters['rope_theta']={theta!r}; remove the wrong one"
         )
@@ -46,7 +65,15 @@ def read_rope(config: Any) -> tuple[float, YarnScaling | None]:
         raise UnsupportedModel(
             "rope_theta is missing, both flat and in rope_parameters; take it from the model's published config.json"
         )
-    return float(theta), _yarn(scaling, keys.positive(config, "max_position_embeddings"))
+    return theta, _yarn(nested or scaling, "rope_parameters" if nested else "rope_scaling", longest)
+
+
+def _forms(nested: Mapping[str, Any], scaling: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any], str], ...]:
+    return (nested, "rope_parameters"), (scaling, "rope_scaling")
+
+
+def _theta(config: Any, name: str) -> float | None:
+    return None if keys.get(config, "rope_theta") is None else keys.number(config, "rope_theta", name=name)
 
 
 def _kind(scaling: Mapping[str, Any]) -> str | None:
@@ -57,25 +84,50 @@ def _kind(scaling: Mapping[str, Any]) -> str | None:
     return "yarn" if kind == "deepseek_yarn" else kind
 
 
-def _yarn(scaling: Mapping[str, Any] | None, max_position: int) -> YarnScaling | None:
+def _refuse_two_kinds(scaling: Mapping[str, Any], name: str) -> None:
+    kind, older = scaling.get("rope_type"), scaling.get("type")
+    if kind and older and _kind(scaling) != _kind({"type": older}):
+        raise UnsupportedModel(
+            f"{name}['type']={older!r} contradicts {name}['rope_type']={kind!r}; remove the wrong one"
+        )
+
+
+def _yarn(scaling: Mapping[str, Any] | None, name: str, max_position: int) -> YarnScaling | None:
     if not scaling:
         return None
     kind = _kind(scaling)
     if kind == "default":
         return None
     if kind != "yarn":
-        raise UnsupportedModel(f"rope scaling of type {kind!r} is not served; DSA models use 'default' or 'yarn'")
+        raise UnsupportedModel(
+            f"rope scaling of type {kind!r} in {name} is not served; DSA models use 'default' or 'yarn'"
+        )
     if scaling.get("factor") is None:
-        raise UnsupportedModel("rope scaling 'yarn' has no factor; take it from the model's published config.json")
+        raise UnsupportedModel(
+            f"rope scaling 'yarn' has no factor in {name}; take it from the model's published config.json"
+        )
+    for key in FACTORS:
+        # The model class takes what is there, so that a null would be its factor and not the default.
+        if key in scaling and scaling[key] is None:
+            raise UnsupportedModel(f"{name}[{key!r}]=None has no value; remove the key or correct it in config.json")
+
+    def number(key: str, default: float | None = None, zero: bool = False) -> float:
+        return keys.number(scaling, key, default, zero=zero, name=f"{name}[{key!r}]")
+
     for key in ("extrapolation_factor", "attn_factor"):
-        if scaling.get(key, 1) != 1:
-            raise UnsupportedModel(f"rope scaling {key}={scaling[key]!r} is not served; it must be 1")
+        if number(key, 1) != 1:
+            raise UnsupportedModel(f"rope scaling {key}={scaling[key]!r} in {name} is not served; it must be 1")
+    original = number("original_max_position_embeddings", max_position)
+    if original != int(original):
+        raise UnsupportedModel(
+            f"{name}['original_max_position_embeddings']={original!r} must be a whole number; correct it in config.json"
+        )
     return YarnScaling(
-        factor=float(scaling["factor"]),
-        original_max_position=int(scaling.get("original_max_position_embeddings") or max_position),
-        beta_fast=scaling.get("beta_fast", 32),
-        beta_slow=scaling.get("beta_slow", 1),
-        mscale=float(scaling.get("mscale", 1)),
-        mscale_all_dim=float(scaling.get("mscale_all_dim", 0)),
-        scales_softmax=bool(scaling.get("apply_yarn_scaling", True) and scaling.get("apply_scale", True)),
+        factor=number("factor"),
+        original_max_position=int(original),
+        beta_fast=number("beta_fast", 32),
+        beta_slow=number("beta_slow", 1),
+        mscale=number("mscale", 1, zero=True),
+        mscale_all_dim=number("mscale_all_dim", 0, zero=True),
+        scales_softmax=all(keys.flag(scaling, key, True) for key in ("apply_yarn_scaling", "apply_scale")),
     )

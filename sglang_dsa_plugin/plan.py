@@ -27,6 +27,8 @@ USES = {
 }
 INDEX_PREFILL = "index_select_prefill"
 NO_FLAGS = KernelFlags()
+# A pool of one page admits no request, not even SGLang's own at start; with two each ends before its first token.
+LEAST_TOKENS = 3 * PAGE_SIZE
 
 
 @dataclass(frozen=True)
@@ -93,16 +95,21 @@ def plan_serving(
     heads: int | None = None,
     index_heads: int | None = None,
     topk: int | None = None,
+    dtype: str | None = None,
+    max_total_tokens: int | None = None,
 ) -> ServingPlan:
     """Decide for one server.
 
     model_dtype: dtype the model computes in (float32 or bfloat16).  kv_cache_dtype, page_size, flags: SGLang's flags as
     the user gave them, None when unset.  device: torch device type.  sm: compute capability x 10 on CUDA.  heads:
-    attention heads of one rank.  index_heads, topk: of the indexer. Raises Refusal naming the flag and the remedy.
+    attention heads of one rank.  index_heads, topk: of the indexer.  dtype, max_total_tokens: SGLang's flags, too; with
+    dtype "auto" a refusal says who chose model_dtype. Raises Refusal naming the flag and the remedy.
     """
     if model_dtype not in (torch.bfloat16, torch.float32):
+        made = _name(model_dtype)
+        asked = f"auto ({made} for this checkpoint, by SGLang)" if dtype == "auto" else made
         raise Refusal(
-            f"--dtype {str(model_dtype).removeprefix('torch.')} is not served for a DSA model: cached rows are "
+            f"--dtype {asked} is not served for a DSA model: cached rows are "
             "bfloat16, float32 or "
             "fp8, and index scores overflow in float16; use --dtype bfloat16 (or float32)"
         )
@@ -115,6 +122,11 @@ def plan_serving(
             f"--page-size {page_size} cannot be served for a DSA model: an index page holds {PAGE_SIZE} keys followed "
             "by their "
             f"scales; leave --page-size out or set it to {PAGE_SIZE}"
+        )
+    if max_total_tokens is not None and max_total_tokens < LEAST_TOKENS:
+        raise Refusal(
+            f"--max-total-tokens {max_total_tokens} is less than any request needs: a prompt takes a page of "
+            f"{PAGE_SIZE}, its answer another, and SGLang keeps a third free; give at least {LEAST_TOKENS}"
         )
     flags.refuse_unserved(device)
     kv_dtype, resolved = _kv_dtype(kv_cache_dtype, model_dtype)

@@ -9,6 +9,7 @@ process.
 
 from __future__ import annotations
 
+import difflib
 import os
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ class Setting:
     default: text of the default, as it would be written in the environment.
     allowed: the accepted values, in words when they cannot be listed.
     doc: what it does.
+    most: the largest "positive int".
     """
 
     name: str
@@ -35,6 +37,7 @@ class Setting:
     default: str
     allowed: tuple[str, ...]
     doc: str
+    most: int = 0
 
     def text(self) -> str:
         """The value in force, checked. Raises BadSetting."""
@@ -44,7 +47,7 @@ class Setting:
         if (
             self.kind == "positive int"
             and value != self.default
-            and not (value.isascii() and value.isdigit() and int(value) > 0)
+            and not (value.isascii() and value.isdigit() and 0 < int(value) <= self.most)
         ):
             raise BadSetting(f"{self.env}={value!r} is not allowed; use {self.allowed[0]}")
         if self.kind == "name" and value and not value.replace("_", "a").isalnum():
@@ -77,8 +80,9 @@ SETTINGS: dict[str, Setting] = {
             "SGLANG_DSA_PLUGIN_SCORES_MB",
             "positive int",
             "512",
-            ("a positive whole number of MiB",),
+            ("a positive whole number of MiB, at most 1048576",),
             "memory the index scores of one step may hold at once, in MiB; longer batches are worked off in tiles",
+            most=1 << 20,
         ),
         Setting(
             "impl",
@@ -110,8 +114,9 @@ SETTINGS: dict[str, Setting] = {
             "SGLANG_DSA_PLUGIN_DECODE_THREADS",
             "positive int",
             "auto",
-            ("auto or a positive whole number",),
+            ("auto or a positive whole number, at most 4096",),
             "on a CPU, threads of a decode step; auto is one for a small model and few requests, else all of SGLang's",
+            most=1 << 12,
         ),
         Setting(
             "warmup",
@@ -167,11 +172,23 @@ def prefill_warmup() -> str:
     return SETTINGS["warmup"].text()
 
 
+def refuse_unknown() -> None:
+    """Raise BadSetting for a variable that begins as ours do and is none of them: mistyped, it would do nothing."""
+    known = [setting.env for setting in SETTINGS.values()]
+    for name in sorted(os.environ):
+        if name.startswith(SETTINGS["enabled"].env) and name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f"{near[0]}, if that is meant" if near else f"one of {', '.join(known)}"
+            raise BadSetting(f"{name} is no variable of sglang-dsa-plugin; use {meant}, or unset it")
+
+
 def table() -> list[dict[str, str]]:
     """Every setting as a row for docs and the doctor: name, env, type, default, allowed, value, set, doc.
 
-    `value` is the value in force and `set` says whether the environment gives it. Raises BadSetting on a bad value.
+    `value` is the value in force and `set` says whether the environment gives it. Raises BadSetting on a bad value
+    and on a variable that is not in the table.
     """
+    refuse_unknown()
     return [
         {
             "name": s.name,

@@ -75,6 +75,7 @@ LONGCAT = {
     "rope_theta": 5000000.0,
     "rope_scaling": None,
 }
+YARN = V32["rope_scaling"]
 GLM52_FULL = (0, 1, *range(2, 75, 4))
 
 
@@ -242,7 +243,7 @@ def test_glm_without_rope_key_is_refused_with_the_override():
         ({"index_init_tokens": -1}, ["index_init_tokens=-1"]),
         ({"rope_theta": None, "rope_scaling": None}, ["rope_theta is missing"]),
         ({"rope_theta": None, "rope_parameters": {"rope_type": "default"}, "rope_scaling": None}, ["rope_theta"]),
-        ({"rope_parameters": {"rope_theta": 8e6, "rope_type": "yarn", "factor": 40}}, ["10000", "8000000.0"]),
+        ({"rope_parameters": {**YARN, "rope_theta": 8e6}}, ["10000", "8000000.0"]),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}, ["rope_scaling", "contradicts"]),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, ["'linear'", "yarn"]),
         ({"rope_scaling": {"factor": 2}}, ["None"]),
@@ -269,6 +270,56 @@ def test_refusals_name_key_value_and_remedy(changes, words):
     message = refusal(V32, **changes)
     for word in words:
         assert word in message
+
+
+NOT_NUMBERS = ("x", "40", None, True, float("nan"), float("inf"), -1, [40])
+ABOVE_ZERO = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "extrapolation_factor")
+
+
+@pytest.mark.parametrize("form", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("key", [*ABOVE_ZERO, "attn_factor", "mscale", "mscale_all_dim"])
+def test_rope_factors_are_numbers(form, key):
+    other = {"rope_scaling": None, "rope_parameters": None}
+    for value in (*NOT_NUMBERS, *([0] if key in ABOVE_ZERO else [])):
+        message = refusal(V32, **(other | {form: {**YARN, key: value}}))
+        assert key in message and form in message
+        assert repr(value) in message or (key, value) == ("factor", None)
+    without = {name: value for name, value in YARN.items() if name != key}
+    if key != "factor":
+        assert read(V32, **(other | {form: without})).yarn.factor == 40
+
+
+@pytest.mark.parametrize("value", [*(v for v in NOT_NUMBERS if v is not None), 0])
+def test_theta_is_a_positive_number(value):
+    assert f"rope_theta={value!r}" in refusal(V32, rope_theta=value)
+    nested = refusal(GLM5, rope_parameters={"rope_type": "default", "rope_theta": value})
+    assert f"rope_parameters['rope_theta']={value!r}" in nested
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("value", [[1], "yarn", 4, True])
+def test_rope_forms_are_objects(key, value):
+    assert f"{key}={value!r} must be an object" in refusal(V32, **{key: value})
+
+
+@pytest.mark.parametrize("kinds", [("yarn", "default"), ("default", "yarn"), ("yarn", "linear")])
+def test_two_words_for_the_type_of_rope_must_agree(kinds):
+    message = refusal(V32, rope_scaling={**YARN, "type": kinds[0], "rope_type": kinds[1]})
+    assert f"['type']={kinds[0]!r} contradicts" in message and f"['rope_type']={kinds[1]!r}" in message
+    assert read(V32, rope_scaling={**YARN, "rope_type": "deepseek_yarn"}) == read(V32)
+
+
+def test_two_forms_of_yarn_must_agree():
+    same = {**YARN, "rope_theta": 10000, "rope_type": "yarn"}
+    assert read(V32, rope_parameters=same) == read(V32)
+    for key in ("factor", "mscale", "beta_slow", "original_max_position_embeddings"):
+        assert "contradicts rope_parameters" in refusal(V32, rope_parameters={**same, key: 3})
+
+
+@pytest.mark.parametrize("key", ["index_head_dim", "kv_lora_rank", "qk_rope_head_dim"])
+def test_fixed_sizes_are_integers(key):
+    for value in (float(V32[key]), str(V32[key])):
+        assert f"{key}={value!r} must be a positive integer" in refusal(V32, **{key: value})
 
 
 def test_any_positive_topk_is_served():

@@ -58,6 +58,13 @@ def test_raw_and_packed_rows_cannot_share_a_pool():
     ("arguments", "message"),
     [
         ({"model_dtype": torch.float16}, "--dtype float16 .* use --dtype bfloat16"),
+        (
+            {"model_dtype": torch.float16, "dtype": "auto"},
+            r"--dtype auto \(float16 for this checkpoint, by SGLang\) is not served .* use --dtype bfloat16",
+        ),
+        ({"max_total_tokens": 64}, "--max-total-tokens 64 is less than any request needs: .* give at least 192"),
+        ({"max_total_tokens": 191}, "--max-total-tokens 191 is less"),
+        ({"max_total_tokens": 0}, "--max-total-tokens 0 is less"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2 .* use one of auto, bf16, bfloat16, fp8_e4m3"),
         ({"kv_cache_dtype": "mxfp8"}, "--kv-cache-dtype mxfp8"),
         ({"page_size": 1}, "--page-size 1 .* set it to 64"),
@@ -69,6 +76,10 @@ def test_raw_and_packed_rows_cannot_share_a_pool():
 def test_refusals_name_the_flag_and_the_remedy(arguments, message):
     with pytest.raises(plan.Refusal, match=message):
         plan.plan_serving(**{"model_dtype": BF16, **arguments})
+
+
+def test_a_pool_of_three_pages_may_be_given():
+    assert plan.plan_serving(model_dtype=BF16, max_total_tokens=192) == plan.plan_serving(model_dtype=BF16)
 
 
 def test_page_size_64_may_be_given():

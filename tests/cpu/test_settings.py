@@ -64,6 +64,7 @@ def test_default_when_unset_or_empty(monkeypatch, name, value, text):
         ("warmup", "on", "on"),
         ("decode_threads", "auto", None),
         ("decode_threads", "3", 3),
+        ("scores_mb", "1048576", 1 << 40),
     ],
 )
 def test_value_is_read_at_the_call(monkeypatch, name, text, value):
@@ -82,6 +83,9 @@ def test_value_is_read_at_the_call(monkeypatch, name, text, value):
         ("scores_mb", "-5", "positive whole number"),
         ("scores_mb", "1.5", "positive whole number"),
         ("scores_mb", "٣", "positive whole number"),
+        ("scores_mb", "1048577", "at most 1048576"),
+        ("scores_mb", "9" * 20, "at most 1048576"),
+        ("decode_threads", "4097", "at most 4096"),
         ("impl", "torch,triton", "name of an implementation"),
         ("latent_layout", "bf16_1152", "auto, fp8_656, fp8_576"),
     ],
@@ -104,6 +108,24 @@ def test_table_shows_value_in_force(monkeypatch):
     assert (rows["SGLANG_DSA_PLUGIN_SCORES_MB"]["value"], rows["SGLANG_DSA_PLUGIN_SCORES_MB"]["set"]) == ("64", "yes")
     assert (rows["SGLANG_DSA_PLUGIN"]["value"], rows["SGLANG_DSA_PLUGIN"]["set"]) == ("on", "no")
     assert all(row["doc"] and row["allowed"] for row in rows.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("SGLANG_DSA_PLUGIN_SCOREMB", "SGLANG_DSA_PLUGIN_SCORES_MB, if that is meant"),
+        ("SGLANG_DSA_PLUGIN_INDEXKEYS", "SGLANG_DSA_PLUGIN_INDEX_KEYS, if that is meant"),
+        ("SGLANG_DSA_PLUGINS", "SGLANG_DSA_PLUGIN, if that is meant"),
+        ("SGLANG_DSA_PLUGIN" + "_Q" * 30, "one of SGLANG_DSA_PLUGIN, SGLANG_DSA_PLUGIN_INDEX_KEYS, "),
+    ],
+)
+def test_a_variable_that_is_none_of_ours_is_refused(monkeypatch, name, meant):
+    settings.table()
+    monkeypatch.setenv(name, "5")
+    with pytest.raises(settings.BadSetting) as error:
+        settings.table()
+    assert str(error.value).startswith(f"{name} is no variable of sglang-dsa-plugin; use {meant}")
+    assert str(error.value).endswith(", or unset it")
 
 
 def test_imports_only_the_standard_library():

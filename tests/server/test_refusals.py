@@ -9,6 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,6 +48,7 @@ CASES = {
         (*DSA, "--prefill-attention-backend", "flashinfer"),
         "--prefill-attention-backend flashinfer does not run the sparse",
     ),
+    "adapters on a CPU": (V32, (*DSA, "--enable-lora"), "--enable-lora is not served for DSA models on a CPU"),
     "prefill kernel": (
         V32,
         (*DSA, "--dsa-prefill-backend", "flashmla_sparse"),
@@ -74,6 +76,13 @@ CASES = {
         "SGLANG_DSA_PLUGIN_WARMUP='yes' is not allowed; use one of auto, on, off",
         {"SGLANG_DSA_PLUGIN_WARMUP": "yes"},
     ),
+    "mistyped switch": (
+        V32,
+        DSA,
+        "SGLANG_DSA_PLUGIN_SCOREMB is no variable of sglang-dsa-plugin; use SGLANG_DSA_PLUGIN_SCORES_MB",
+        {"SGLANG_DSA_PLUGIN_SCOREMB": "5"},
+    ),
+    "few tokens": (V32, (*DSA, "--max-total-tokens", "64"), "--max-total-tokens 64 is less than any request needs"),
     "half-split rope in GLM": (
         ModelSpec.of("glm_moe_dsa", dtype="bfloat16"),
         (*DSA, "--json-model-override-args", '{"indexer_rope_interleave": null}'),
@@ -109,6 +118,22 @@ def test_refused_by_name(launch, name):
     assert len(told) == 1 and told[0].startswith("sglang-dsa-plugin: error: "), output[-2000:]
     assert output.splitlines()[-1] == told[0]
     assert "Traceback" not in output and "fired up" not in output
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_theta_that_config_json_lost(launch, tmp_path, family):
+    """Hugging Face's class fills it in: only the file tells."""
+    source = ModelSpec.of(family, dtype="bfloat16").path()
+    for file in source.iterdir():
+        if file.name != "config.json":
+            (tmp_path / file.name).symlink_to(file)
+    config = json.loads((source / "config.json").read_text())
+    kept = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_theta")}
+    assert len(kept) < len(config)
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    code, output = launch(SimpleNamespace(path=lambda: tmp_path), DSA)
+    assert code == "1", output[-2000:]
+    assert output.splitlines()[-1].startswith("sglang-dsa-plugin: error: rope_theta is missing, both flat and in rope_")
 
 
 def test_bad_switch(launch):

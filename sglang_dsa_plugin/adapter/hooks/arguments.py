@@ -10,6 +10,7 @@ Upstream: arg_groups/model_hook.py, handle_model_specific_adjustments (the capab
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
 from sglang_dsa_plugin import plan, settings, support
-from sglang_dsa_plugin.adapter import refusals
+from sglang_dsa_plugin.adapter import config_file, refusals
 from sglang_dsa_plugin.adapter.hooks import worker_refusals
 from sglang_dsa_plugin.backend import dense_fallback
 from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
@@ -58,7 +59,7 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
         previous(server_args)
         return
     settings.table()  # a mistyped switch is refused here, before a model is loaded
-    dsa = DsaConfig.from_hf(config)
+    dsa = config_file.read_checked(server_args, config)
     user = _user_values(server_args)
     refuse_flags(user, dsa)
     flags = KernelFlags(
@@ -67,7 +68,12 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
         user.get("dsa_topk_backend"),
         user.get("dsa_paged_mqa_logits_backend"),
     )
-    serving = _plan(server_args, user, flags, dsa)
+    device = serving_device(server_args)
+    if device == "cpu":
+        refuse_on_cpu(user, dsa)
+    refuse_plain_rope_of_longcat(dsa)
+    serving = _plan(server_args, user, flags, dsa, device)
+    _both_phases(server_args)
     declare_resolution(
         server_args,
         SOURCE,
@@ -87,7 +93,68 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
     logger.info("sglang-dsa-plugin plan: %s", serving.describe())
 
 
-def _plan(server_args: Any, user: dict[str, Any], flags: KernelFlags, dsa: DsaConfig) -> plan.ServingPlan:
+def serving_device(server_args: Any) -> str:
+    """The device of the arguments, "cuda" or "cpu"; raises plan.Refusal for one that the platform here is not for.
+
+    SGLang's layers take the kernels of the machine's platform, whatever --device says.
+    """
+    asked = str(resolving_view(server_args).device).partition(":")[0]
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    if asked == here:
+        return asked
+    remedy = (
+        'hide the GPUs with CUDA_VISIBLE_DEVICES="" and leave the flag out'
+        if asked == "cpu"
+        else "leave the flag out, and `sglang-dsa doctor` says what runs on this machine"
+    )
+    raise plan.Refusal(
+        f"--device {asked} is not served for DSA models here: the layers of this machine run on {here}; {remedy}"
+    )
+
+
+def refuse_on_cpu(user: dict[str, Any], config: DsaConfig) -> None:
+    """Raise plan.Refusal for what SGLang itself cannot run on a CPU and finds out after loading only."""
+    if config.architecture.startswith("LongcatFlash"):
+        raise plan.Refusal(
+            f"architectures=[{config.architecture!r}] is not served on a CPU: SGLang computes its zero experts with a "
+            "Triton kernel, which needs a GPU; serve it on one"
+        )
+    # Its adapters lie in pinned memory, and its kernels in torch take arguments that its layers do not give.
+    for field in ("enable_lora", "lora_paths"):
+        if user.get(field):
+            raise plan.Refusal(
+                f"--{field.replace('_', '-')} is not served for DSA models on a CPU: SGLang's LoRA does not run there; "
+                "leave the flag out, or serve a checkpoint into which the adapter was merged"
+            )
+
+
+def refuse_plain_rope_of_longcat(config: DsaConfig) -> None:
+    """SGLang's LongCat looks for theta in rope_parameters, which transformers 5 leaves at None. YaRN of factor 1 is the
+    same table.
+    """
+    if config.architecture.startswith("LongcatFlash") and config.yarn is None:
+        scaling = {
+            "rope_type": "yarn",
+            "factor": 1.0,
+            "original_max_position_embeddings": config.max_position_embeddings,
+        }
+        raise UnsupportedModel(
+            f"architectures=[{config.architecture!r}] without rope_scaling: SGLang cannot build it, but can with YaRN "
+            "of factor 1, which is plain rope; start with --json-model-override-args "
+            f"'{json.dumps({'rope_scaling': scaling})}'"
+        )
+
+
+def _both_phases(server_args: Any) -> None:
+    """Declare dsa for each phase. What the user gave for one is dsa by now; that is what he means for the other, which
+    SGLang would fill with another backend.
+    """
+    view = resolving_view(server_args)
+    if view.attention_backend not in DSA_NAMES:
+        declare_resolution(server_args, SOURCE, attention_backend="dsa")
+
+
+def _plan(server_args: Any, user: dict[str, Any], flags: KernelFlags, dsa: DsaConfig, device: str) -> plan.ServingPlan:
     """What this server will use; raises plan.Refusal also for an operator that nothing here computes."""
     try:
         return plan.plan_serving(
@@ -95,10 +162,12 @@ def _plan(server_args: Any, user: dict[str, Any], flags: KernelFlags, dsa: DsaCo
             kv_cache_dtype=user.get("kv_cache_dtype") or "auto",
             page_size=user.get("page_size"),
             flags=flags,
-            device="cuda" if torch.cuda.is_available() else "cpu",
+            device=device,
             heads=max(1, dsa.num_heads // resolving_view(server_args).tp_size),
             index_heads=dsa.index_n_heads,
             topk=dsa.index_topk,
+            dtype=user.get("dtype"),
+            max_total_tokens=user.get("max_total_tokens"),
         )
     except support.NotServed as error:
         forced = settings.forced_impl()

@@ -43,14 +43,10 @@ def choose_backend(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Declare "dsa" ahead of the built-in step, which then keeps it; compile nothing; bind threads."""
     cfg = resolving_view(server_args)
     if cfg.device == "cpu":
-        unset = (
-            cfg.attention_backend is None
-            and cfg.prefill_attention_backend is None
-            and cfg.decode_attention_backend is None
-        )
         config = hf_config_of(server_args)
         if config is not None and is_dsa_config(config):
-            if unset:
+            # Also for a phase left unsaid; what is said of another backend is refused in arguments.py.
+            if cfg.attention_backend is None:
                 declare_resolution(server_args, SOURCE, attention_backend="dsa")
             # Inherited by the processes started later, which read it when they import torch.
             os.environ.setdefault(COMPILE, "1")

@@ -1,5 +1,7 @@
 """Flags of a DSA model: what is not served is refused by the flag's own name, and the rest passes."""
 
+import json
+import re
 import types
 
 import pytest
@@ -7,13 +9,16 @@ import pytest
 pytest.importorskip("sglang")
 
 import torch
+from sglang.srt.layers.rotary_embedding.factory import get_rope
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, Phase, with_phase
 from sglang.srt.server_args import prepare_server_args
 
 from sglang_dsa_plugin import plan, support
-from sglang_dsa_plugin.adapter.hooks import arguments
+from sglang_dsa_plugin.adapter import selfcheck
+from sglang_dsa_plugin.adapter.hooks import arguments, last_check
 from sglang_dsa_plugin.adapter.hooks.arguments import BACKEND_FIELDS, NOT_SERVED, refuse_flags
 from sglang_dsa_plugin.backend.dense_fallback import GRAPH_SIZES
+from sglang_dsa_plugin.config import UnsupportedModel
 from sglang_dsa_plugin.kernel_flags import KernelFlags
 
 CONFIG = types.SimpleNamespace(architecture="DeepseekV32ForCausalLM")
@@ -106,7 +111,7 @@ def plan_that_ends(monkeypatch, error):
     monkeypatch.setattr(arguments, "model_config_of", lambda _: types.SimpleNamespace(dtype=torch.bfloat16))
     monkeypatch.setattr(arguments, "resolving_view", lambda _: types.SimpleNamespace(tp_size=1))
     config = types.SimpleNamespace(architecture=CONFIG.architecture, num_heads=8, index_n_heads=4, index_topk=64)
-    arguments._plan(types.SimpleNamespace(), {}, KernelFlags(), config)
+    arguments._plan(types.SimpleNamespace(), {}, KernelFlags(), config, "cpu")
 
 
 @pytest.mark.parametrize(("impl", "remedy"), [("", "`sglang-dsa doctor` says"), ("cuda", "IMPL=cuda out")])
@@ -121,6 +126,93 @@ def test_another_error_of_the_plan_stays_what_it_is(monkeypatch, error):
     with pytest.raises(ValueError) as raised:
         plan_that_ends(monkeypatch, error)
     assert raised.value is error
+
+
+def test_a_phase_left_unsaid_is_dsa_too(monkeypatch):
+    declared = []
+    monkeypatch.setattr(arguments, "declare_resolution", lambda args, source, **fields: declared.append(fields))
+    monkeypatch.setattr(arguments, "resolving_view", lambda args: args)
+    for resolved in ("torch_native", "intel_amx", "fa3", None):
+        arguments._both_phases(types.SimpleNamespace(attention_backend=resolved))
+        assert declared.pop() == {"attention_backend": "dsa"}
+    for resolved in ("dsa", "nsa"):
+        arguments._both_phases(types.SimpleNamespace(attention_backend=resolved))
+    assert not declared
+
+
+@pytest.mark.parametrize(
+    ("asked", "cuda", "remedy"),
+    [("cpu", True, 'CUDA_VISIBLE_DEVICES=""'), ("cuda", False, "leave the flag out"), ("xpu", True, "leave the flag")],
+)
+def test_the_device_is_that_of_the_arguments_or_refused(monkeypatch, asked, cuda, remedy):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(arguments, "resolving_view", lambda args: args)
+    with pytest.raises(plan.Refusal, match=f"--device {asked} is not served for DSA models here: .*{remedy}"):
+        arguments.serving_device(types.SimpleNamespace(device=asked))
+    here = "cuda" if cuda else "cpu"
+    assert arguments.serving_device(types.SimpleNamespace(device=f"{here}:1")) == here
+
+
+@pytest.mark.parametrize("flags", [("--enable-lora",), ("--lora-paths", "a=somewhere")])
+def test_adapters_are_refused_on_a_cpu(flags):
+    user = vars_of(prepare_server_args(["--model-path", "none", *flags]))
+    with pytest.raises(plan.Refusal, match=f"{flags[0]} is not served for DSA models on a CPU: .*leave the flag out"):
+        arguments.refuse_on_cpu(user, CONFIG)
+    arguments.refuse_on_cpu(vars_of(prepare_server_args(["--model-path", "none"])), CONFIG)
+
+
+def vars_of(server_args):
+    return {field: getattr(server_args, field) for field in ("enable_lora", "lora_paths")}
+
+
+def test_longcat_is_refused_on_a_cpu_and_with_plain_rope():
+    longcat = types.SimpleNamespace(
+        architecture="LongcatFlashForCausalLM", yarn=None, rope_theta=5e6, max_position_embeddings=8192
+    )
+    with pytest.raises(plan.Refusal, match=r"LongcatFlashForCausalLM.* is not served on a CPU.*needs a GPU"):
+        arguments.refuse_on_cpu({}, longcat)
+    with pytest.raises(UnsupportedModel, match="without rope_scaling: SGLang cannot build it") as refusal:
+        arguments.refuse_plain_rope_of_longcat(longcat)
+    scaling = json.loads(re.search(r"--json-model-override-args '(.*)'$", str(refusal.value)).group(1))["rope_scaling"]
+    longcat.yarn = scaling
+    arguments.refuse_plain_rope_of_longcat(longcat)
+    arguments.refuse_plain_rope_of_longcat(types.SimpleNamespace(architecture="GlmMoeDsaForCausalLM", yarn=None))
+    # The remedy is plain rope to the bit, by the class that SGLang takes for YaRN.
+    shape = {"head_size": 64, "rotary_dim": 64, "max_position": 8192, "base": 5e6, "is_neox_style": False}
+    plain = get_rope(**shape)
+    scaled = get_rope(**shape, rope_scaling={**scaling, "rope_type": "deepseek_yarn"})
+    assert type(scaled) is not type(plain)
+    assert torch.equal(scaled.cos_sin_cache, plain.cos_sin_cache)
+
+
+LAST_CHECK = [
+    # prefill, decode, whether the model is DSA, words of the refusal
+    ("dsa", "dsa", True, None),
+    ("nsa", "dsa", True, None),
+    ("dsa", "fa3", True, "attention of decode would run on fa3"),
+    ("torch_native", "dsa", True, "attention of prefill would run on torch_native"),
+    ("fa3", "fa3", True, "attention of prefill would run on fa3"),
+    ("fa3", "fa3", False, None),
+]
+
+
+@pytest.mark.parametrize(("prefill", "decode", "dsa", "refused"), LAST_CHECK)
+def test_both_phases_are_ours_or_neither(monkeypatch, prefill, decode, dsa, refused):
+    names = ["DeepseekV32ForCausalLM"] if dsa else ["LlamaForCausalLM"]
+    config = types.SimpleNamespace(architectures=names, index_topk=64 if dsa else None)
+    checked = []
+    monkeypatch.setattr(arguments, "hf_config_of", lambda args: config)
+    monkeypatch.setattr(last_check, "resolving_view", lambda args: args)
+    monkeypatch.setattr(selfcheck, "require_classes", lambda: checked.append(True))
+    args = types.SimpleNamespace(
+        attention_backend=None, prefill_attention_backend=prefill, decode_attention_backend=decode
+    )
+    if refused:
+        with pytest.raises(plan.Refusal, match=refused):
+            last_check.check(args, lambda args: None)
+    else:
+        last_check.check(args, lambda args: None)
+    assert checked == ([True] if dsa and not refused else [])
 
 
 @pytest.fixture

@@ -43,6 +43,8 @@ def resolved(tmp_path_factory):
     on = {
         "llama on": (llama,),
         "dsa on": (dsa,),
+        "dsa by prefill": (dsa, "--prefill-attention-backend", "dsa"),
+        "dsa by decode": (dsa, "--decode-attention-backend", "nsa"),
         "dsa float32": (dsa, "--dtype", "float32"),
         "dsa few tokens": (dsa, "--max-total-tokens", "1024"),
         "dsa asked for": (dsa, "--cuda-graph-max-bs-prefill", "4096"),
@@ -80,6 +82,13 @@ def test_a_model_with_dsa_gets_the_plan(resolved):
     assert args["kv_cache_dtype"] == "'bfloat16'"
     assert args["dsa_prefill_backend"] == args["dsa_decode_backend"] == "'sglang_dsa_plugin'"
     assert args["warmups"] == "'sglang_dsa_plugin'"
+
+
+@pytest.mark.parametrize("case", ["dsa on", "dsa by prefill", "dsa by decode"])
+def test_a_phase_that_is_asked_for_brings_the_other(resolved, case):
+    args = resolved[case]["args"]
+    assert args["attention_backend"] == "'dsa'"
+    assert {args["prefill_attention_backend"], args["decode_attention_backend"]} <= {"None", "'dsa'", "'nsa'"}
 
 
 def test_kernel_flags_reach_the_workers_behind_our_name(resolved):
