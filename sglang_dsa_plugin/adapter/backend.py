@@ -18,6 +18,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel
 from sglang_dsa_plugin import plan
 from sglang_dsa_plugin.adapter import prefill, preload, report, state
 from sglang_dsa_plugin.adapter.cpu_threads import StepThreads
+from sglang_dsa_plugin.adapter.indexer import DsaIndexer
 from sglang_dsa_plugin.adapter.pool import DsaPool
 from sglang_dsa_plugin.backend import core, dense_fallback, metadata
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM, ROPE_DIM
@@ -67,6 +68,9 @@ class DsaBackend(AttentionBackend):
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.max_context_len = model_runner.model_config.context_len
+        for module in model_runner.model.modules():
+            if isinstance(module, DsaIndexer):
+                module.reserve_positions(self.max_context_len)
         self.dsa_index_kpool = 1
         self.dsa_prefill_impl = get_exec().kernel.dsa_prefill_backend
         self.dsa_decode_impl = get_exec().kernel.dsa_decode_backend

@@ -85,6 +85,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("layers.rotary_embedding.factory.get_rope_cpu", ("rope_scaling", "device")),
     Symbol("layers.rotary_embedding.factory.get_rope"),
     Symbol("layers.rotary_embedding.base.RotaryEmbedding._compute_cos_sin_cache"),
+    Symbol("layers.rotary_embedding.base.RotaryEmbedding._compute_inv_freq", ("base",)),
     Symbol("mem_cache.kv_cache_configurator.calculate_mla_kv_cache_dim", ("model_config", "kv_cache_dtype")),
     Symbol("mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes", ("pre_model_load_memory",)),
     Symbol(

@@ -8,6 +8,7 @@ ordinary loader.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +102,7 @@ class DsaIndexer(torch.nn.Module):
         )
         norm = torch.nn.RMSNorm if self.config.key_norm == "rms" else torch.nn.LayerNorm
         self.k_norm = norm(index_head_dim, eps=self.config.key_norm_eps, dtype=torch.float32)
-        rotary = get_rope(
+        self.rotary_emb = get_rope(
             rope_head_dim,
             rotary_dim=rope_head_dim,
             max_position=max_position_embeddings,
@@ -115,12 +116,19 @@ class DsaIndexer(torch.nn.Module):
         self.token = TokenIndexer(
             index_n_heads,
             layout,
-            rope_table.float_table(rotary),
+            rope_table.float_table(self.rotary_emb),
             state.index_key_dtype(),
             plan.forced_impl("index_keys_store"),
             plan.forced_impl("index_queries"),
             plan.forced_impl("index_front"),
         )
+        # A buffer, so that SGLang keeps it over a pause in which the memory of weights is given away.
+        self.register_buffer("rope_rows", self.token.cos_sin, persistent=False)
+
+    def reserve_positions(self, positions: int) -> None:
+        """Have rope for so many positions: a context can be longer than the config's. Before any graph is captured."""
+        self.rope_rows = rope_table.float_table(self.rotary_emb, positions)
+        self.token = dataclasses.replace(self.token, cos_sin=self.rope_rows)
 
     @property
     def topk_output_width(self) -> int:

@@ -59,7 +59,10 @@ class PrefillPlanner:
             prefix=[int(p) for p in forward_batch.extend_prefix_lens_cpu],
             extend=extend,
             threshold=envs.SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD.get(),
-            capacity=forward_batch.get_max_chunk_capacity(),
+            capacity=min(
+                forward_batch.get_max_chunk_capacity(),
+                dense_fallback.EXPANDED_BYTES // self.masked.bytes_per_key(),
+            ),
             masked=self.masked,
             allowed=switched_off or padded or self.why_not_dense,
         )

@@ -32,6 +32,11 @@ def model_dtype() -> torch.dtype:
     return _model_dtype
 
 
+def serving() -> bool:
+    """Whether a model with indexers of this package has been built in this process."""
+    return _model_dtype is not None
+
+
 def index_key_dtype() -> torch.dtype:
     """Dtype of index keys for the model being served."""
     return plan.index_key_dtype(model_dtype())

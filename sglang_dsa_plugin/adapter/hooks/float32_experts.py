@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_dsa_plugin.adapter import state
+
 TARGET = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.forward_native"
 
 
@@ -27,9 +29,12 @@ def register() -> str:
 
 def scaled(original: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:
     """The experts' sum times the factor, where the model does not multiply by it and the top-k has not done so. Models
-    of other dtypes, which only a user's own switch brings here, are left as SGLang has them.
+    of other dtypes, which only a user's own switch brings here, and models that are not this package's are left as
+    SGLang has them.
     """
     combined = original(method, layer, dispatch_output)
+    if not state.serving():
+        return combined
     factor = method.moe_runner_config.routed_scaling_factor
     in_topk = getattr(layer, "should_fuse_routed_scaling_factor_in_topk", False)
     summed = combined.hidden_states

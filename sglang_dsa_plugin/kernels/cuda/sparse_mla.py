@@ -32,8 +32,9 @@ LANES_ARRIVE = False
 @dataclasses.dataclass(frozen=True)
 class Form:
     """The kernel of one layout. row_bytes: of a cache row; stages: tiles in the ring; slots: its places; tensor_copies:
-    whether the tensor unit copies rows; own_maxima: whether every warp of scores has a maximum of its own. Both where
-    blocks share no row, as in prefill: in decode they were slower.
+    whether the tensor unit copies rows, where blocks share none; own_maxima: whether every warp of scores has a maximum
+    of its own, where blocks share no row and have up to 8 heads, or more rows to walk over than there are blocks.
+    Elsewhere they were slower.
     """
 
     source: str

@@ -11,6 +11,7 @@ from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 
+from sglang_dsa_plugin.adapter import state
 from sglang_dsa_plugin.adapter.hooks import float32_experts
 
 
@@ -21,16 +22,18 @@ class OnGpu(torch.Tensor):
 
 
 @pytest.mark.parametrize(
-    ("on_gpu", "dtype", "factor", "in_topk", "want"),
+    ("on_gpu", "dtype", "factor", "in_topk", "serving", "want"),
     [
-        (True, torch.float32, 2.5, False, 2.5),
-        (True, torch.float32, 2.5, True, 1.0),
-        (True, torch.float32, None, False, 1.0),
-        (True, torch.bfloat16, 2.5, False, 1.0),  # the user's own switch
-        (False, torch.float32, 2.5, False, 1.0),  # on a CPU the model multiplies
+        (True, torch.float32, 2.5, False, True, 2.5),
+        (True, torch.float32, 2.5, True, True, 1.0),
+        (True, torch.float32, None, False, True, 1.0),
+        (True, torch.bfloat16, 2.5, False, True, 1.0),  # the user's own switch
+        (False, torch.float32, 2.5, False, True, 1.0),  # on a CPU the model multiplies
+        (True, torch.float32, 2.5, False, False, 1.0),  # a model of another kind
     ],
 )
-def test_the_factor_is_applied_once(on_gpu, dtype, factor, in_topk, want):
+def test_the_factor_is_applied_once(monkeypatch, on_gpu, dtype, factor, in_topk, serving, want):
+    monkeypatch.setattr(state, "_model_dtype", torch.float32 if serving else None)
     method = SimpleNamespace(moe_runner_config=SimpleNamespace(routed_scaling_factor=factor))
     layer = SimpleNamespace(should_fuse_routed_scaling_factor_in_topk=in_topk)
     answer = StandardCombineInput(

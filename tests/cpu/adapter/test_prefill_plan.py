@@ -11,6 +11,8 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import 
 
 from sglang_dsa_plugin.adapter import prefill
 from sglang_dsa_plugin.adapter.report import NoMetrics
+from sglang_dsa_plugin.backend import dense_fallback
+from sglang_dsa_plugin.backend.masked_prefill import MaskedPrefill
 
 
 @pytest.fixture
@@ -18,7 +20,8 @@ def planner(monkeypatch):
     """A planner; `flags` says whether its server records a graph."""
     dp = SimpleNamespace(capturing_prefill_graph=False)
     monkeypatch.setattr(prefill, "get_flags", lambda: SimpleNamespace(dp=dp))
-    made = prefill.PrefillPlanner(torch.arange(256, dtype=torch.int32).view(1, 256), None, None, NoMetrics())
+    table = torch.arange(256, dtype=torch.int32).view(1, 256)
+    made = prefill.PrefillPlanner(table, MaskedPrefill(128, 128, 128, 2048, 2), None, NoMetrics())
     made.flags = dp
     return made
 
@@ -55,3 +58,16 @@ def test_a_prefill_graph_has_the_real_rows_and_its_recording_is_not_counted(plan
         step = planner.plan(batch(8), None)
     assert (step.rows, step.decision.path) == (5, "graph") and not step.decision.expanded
     assert planner.paths.batches == {"graph": 1} and planner.paths.rows == {"graph": 5}
+
+
+@pytest.mark.parametrize(("requests", "path"), [(13, "dense"), (15, "sparse"), (64, "sparse")])
+def test_expanded_keys_stay_below_their_bytes(planner, requests, path):
+    """Requests of 64 new tokens behind a prefix of 1984 that they share: 149,760 bytes a key with 128 heads."""
+    many = SimpleNamespace(
+        extend_prefix_lens_cpu=[1984] * requests,
+        extend_seq_lens_cpu=[64] * requests,
+        positions=torch.zeros(64 * requests),
+        get_max_chunk_capacity=lambda: 1 << 17,
+    )
+    assert planner.decide(many, None).path == path
+    assert (planner.masked.bytes_per_key() * 2048 * requests <= dense_fallback.EXPANDED_BYTES) == (path == "dense")
