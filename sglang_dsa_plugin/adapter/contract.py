@@ -82,6 +82,11 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol("layers.attention.dsa.dsa_indexer_kpool.IndexerKPool"),
     Symbol("models.deepseek_common.attention_backend_handler.handle_attention_dsa"),
+    Symbol("lora.layers.BaseLayerWithLoRA.lora_active"),
+    Symbol(
+        "lora.backend.base_backend.BaseLoRABackend.forward_with_base",
+        ("layer", "x", "base_fn", "lora_a", "lora_b", "output_offset", "offsets"),
+    ),
     Symbol("layers.rotary_embedding.factory.get_rope_cpu", ("rope_scaling", "device")),
     Symbol("layers.rotary_embedding.factory.get_rope"),
     Symbol("layers.rotary_embedding.base.RotaryEmbedding._compute_cos_sin_cache"),

@@ -27,7 +27,7 @@ from sglang.srt.state_capturer.indexer_topk import get_global_indexer_capturer, 
 from sglang.srt.utils import add_prefix
 
 from sglang_dsa_plugin import plan
-from sglang_dsa_plugin.adapter import rope_table, state
+from sglang_dsa_plugin.adapter import gate, rope_table, state
 from sglang_dsa_plugin.config import DsaConfig, UnsupportedModel
 from sglang_dsa_plugin.indexer.token import TokenIndexer
 from sglang_dsa_plugin.ops import index_select
@@ -286,13 +286,7 @@ class DsaIndexer(torch.nn.Module):
         return picks
 
     def _head_weights(self, x: torch.Tensor) -> torch.Tensor:
-        """Gate before scaling, f32 [R,H]: accumulated and returned in float32 even from bf16 weights."""
-        if getattr(self.weights_proj, "set_lora", False):
-            return self.weights_proj(x)[0].float()
-        weight = self.weights_proj.weight
-        if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
-            return torch.mm(x, weight.t(), out_dtype=torch.float32)
-        return torch.nn.functional.linear(x.float(), weight.float())
+        return gate.head_weights(self.weights_proj, x)
 
     def _same_on_all_ranks(self, picks: torch.Tensor | None) -> torch.Tensor | None:
         """With SGLANG_DSA_TOPK_BROADCAST every attention-TP rank takes rank 0's picks, as in the built-in."""
