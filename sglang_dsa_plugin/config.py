@@ -6,7 +6,7 @@ default that changes the model's arithmetic, the config is refused instead:
 
 | key | read as | refused |
 | --- | --- | --- |
-| index_topk | picks a row, any positive number | missing, not a positive integer |
+| index_topk | picks a row, 1 to 8192 | missing, not a positive integer, more than MAX_TOPK |
 | index_n_heads, index_head_dim | indexer heads; 128 | missing; another head dim |
 | kv_lora_rank, qk_rope_head_dim | 512; 64 | anything else: no cache layout holds it |
 | indexer_rope_interleave | rope of the indexer; absent: half-split | absent in a GLM config (see below) |
@@ -38,6 +38,9 @@ from sglang_dsa_plugin.reuse import ReuseSchedule, read_schedule
 LATENT_RANK = 512
 ROPE_DIM = 64
 INDEX_HEAD_DIM = 128
+# A step holds picks and slots of index_topk columns a row, however short its context is, and no budget counts them:
+# 512 MiB in a chunk of 8192 rows here, 4 times what the published models take.
+MAX_TOPK = 8192
 KEY_NORM_EPS = 1e-6
 
 SERVED = (
@@ -147,6 +150,12 @@ def _read(outer: Any) -> DsaConfig:
             "serve it with another attention backend"
         )
     index_topk = keys.positive(config, "index_topk")
+    if index_topk > MAX_TOPK:
+        raise UnsupportedModel(
+            f"index_topk={index_topk} is more than {MAX_TOPK}: each row of a step would hold as many picks, however "
+            f"short its context is; start with --json-model-override-args '{{\"index_topk\": {MAX_TOPK}}}', which "
+            f"gives the same answers on contexts of up to {MAX_TOPK} tokens"
+        )
     keys.fixed(config, "index_head_dim", INDEX_HEAD_DIM, "an index page stores keys of 128 values")
     keys.fixed(config, "kv_lora_rank", LATENT_RANK, "a latent row stores 512 values")
     keys.fixed(config, "qk_rope_head_dim", ROPE_DIM, "a latent row stores 64 rope values")

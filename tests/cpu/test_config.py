@@ -231,6 +231,11 @@ def test_glm_without_rope_key_is_refused_with_the_override():
         ({"index_topk": -1}, ["index_topk=-1"]),
         ({"index_topk": True}, ["index_topk=True"]),
         ({"index_topk": "2048"}, ["index_topk='2048'"]),
+        (
+            {"index_topk": 8193},
+            ["index_topk=8193 is more than 8192", "--json-model-override-args '{\"index_topk\": 8192}'"],
+        ),
+        ({"index_topk": 100_000}, ["index_topk=100000 is more than 8192", "contexts of up to 8192 tokens"]),
         ({"index_kpool": 4}, ["index_kpool=4", "not served yet"]),
         ({"index_head_dim": 64}, ["index_head_dim=64", "128"]),
         ({"index_head_dim": None}, ["index_head_dim is missing"]),
@@ -270,6 +275,10 @@ def test_refusals_name_key_value_and_remedy(changes, words):
     message = refusal(V32, **changes)
     for word in words:
         assert word in message
+
+
+def test_the_most_picks_that_are_served_are_read():
+    assert read(V32, index_topk=8192).index_topk == 8192
 
 
 NOT_NUMBERS = ("x", "40", None, True, float("nan"), float("inf"), -1, [40])
