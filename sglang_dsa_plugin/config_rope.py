@@ -5,6 +5,7 @@ A scaling other than YaRN is refused because the model class would run it as YaR
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,11 @@ class YarnScaling:
     mscale_all_dim: float = 0.0
     scales_softmax: bool = True
 
+    @property
+    def positions(self) -> int:
+        """Rows of the table that the model class makes."""
+        return math.ceil(self.original_max_position * self.factor)
+
 
 def read_rope(config: Any) -> tuple[float, YarnScaling | None]:
     """Theta and YaRN factors from the nested form (rope_parameters) or the flat one (rope_theta, rope_scaling)."""
@@ -66,6 +72,14 @@ def read_rope(config: Any) -> tuple[float, YarnScaling | None]:
             "rope_theta is missing, both flat and in rope_parameters; take it from the model's published config.json"
         )
     return theta, _yarn(nested or scaling, "rope_parameters" if nested else "rope_scaling", longest)
+
+
+def past_the_end(context: int, positions: int) -> str:
+    """Why a context of more tokens than scaled rope has positions is refused, in words."""
+    return (
+        f"--context-length {context}: the scaled rope of this model ends at position {positions}, and SGLang "
+        f"continues its table by the formula of rope without scaling; set --context-length to {positions} or less"
+    )
 
 
 def _forms(nested: Mapping[str, Any], scaling: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any], str], ...]:

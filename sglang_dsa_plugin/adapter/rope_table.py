@@ -9,6 +9,7 @@ from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
 from sglang_dsa_plugin.cache.layouts import ROPE_DIM
 from sglang_dsa_plugin.config import UnsupportedModel
+from sglang_dsa_plugin.config_rope import past_the_end
 from sglang_dsa_plugin.plan import Refusal
 
 _tables: WeakKeyDictionary[torch.nn.Module, torch.Tensor] = WeakKeyDictionary()
@@ -42,10 +43,7 @@ def _longer(rotary: torch.nn.Module, rows: int, positions: int) -> torch.Tensor:
     of plain rope whatever the scaling is.
     """
     if type(rotary)._compute_cos_sin_cache is not RotaryEmbedding._compute_cos_sin_cache:
-        raise Refusal(
-            f"--context-length {positions}: the scaled rope of this model ends at position {rows}, and SGLang "
-            f"continues its table by the formula of rope without scaling; set --context-length to {rows} or less"
-        )
+        raise Refusal(past_the_end(positions, rows))
     first = rotary.position_start
     at = torch.arange(first, first + positions, dtype=torch.float32)
     angles = torch.outer(at, rotary._compute_inv_freq(rotary.base).float().to(at.device))

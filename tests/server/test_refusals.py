@@ -83,6 +83,17 @@ CASES = {
         {"SGLANG_DSA_PLUGIN_SCOREMB": "5"},
     ),
     "few tokens": (V32, (*DSA, "--max-total-tokens", "64"), "--max-total-tokens 64 is less than any request needs"),
+    "a context past the end of scaled rope": (
+        ModelSpec.of("deepseek_v32", rope="yarn", dtype="bfloat16"),
+        (*DSA, "--context-length", "8193"),
+        "--context-length 8193: the scaled rope of this model ends at position 8192",
+        {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"},
+    ),
+    "more picks than any context has": (
+        V32,
+        (*DSA, "--json-model-override-args", '{"index_topk": 100000}'),
+        "index_topk=100000 is more than 8192",
+    ),
     "half-split rope in GLM": (
         ModelSpec.of("glm_moe_dsa", dtype="bfloat16"),
         (*DSA, "--json-model-override-args", '{"indexer_rope_interleave": null}'),

@@ -27,6 +27,7 @@ from sglang_dsa_plugin.adapter.hooks import worker_refusals
 from sglang_dsa_plugin.backend import dense_fallback
 from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
 from sglang_dsa_plugin.config import DsaConfig, UnsupportedModel, is_dsa_config
+from sglang_dsa_plugin.config_rope import past_the_end
 from sglang_dsa_plugin.kernel_flags import KernelFlags, declared
 from sglang_dsa_plugin.served_flags import NOT_SERVED
 
@@ -72,6 +73,7 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
     if device == "cpu":
         refuse_on_cpu(user, dsa)
     refuse_plain_rope_of_longcat(dsa)
+    refuse_past_the_end(dsa, model_config_of(server_args).context_len)
     serving = _plan(server_args, user, flags, dsa, device)
     _both_phases(server_args)
     declare_resolution(
@@ -143,6 +145,12 @@ def refuse_plain_rope_of_longcat(config: DsaConfig) -> None:
             "of factor 1, which is plain rope; start with --json-model-override-args "
             f"'{json.dumps({'rope_scaling': scaling})}'"
         )
+
+
+def refuse_past_the_end(config: DsaConfig, context: int) -> None:
+    """Raise plan.Refusal for a context of more tokens than scaled rope has positions, before weights are loaded."""
+    if config.yarn is not None and context > config.yarn.positions:
+        raise plan.Refusal(past_the_end(context, config.yarn.positions))
 
 
 def _both_phases(server_args: Any) -> None:

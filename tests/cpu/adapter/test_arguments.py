@@ -19,6 +19,7 @@ from sglang_dsa_plugin.adapter.hooks import arguments, last_check
 from sglang_dsa_plugin.adapter.hooks.arguments import BACKEND_FIELDS, NOT_SERVED, refuse_flags
 from sglang_dsa_plugin.backend.dense_fallback import GRAPH_SIZES
 from sglang_dsa_plugin.config import UnsupportedModel
+from sglang_dsa_plugin.config_rope import YarnScaling
 from sglang_dsa_plugin.kernel_flags import KernelFlags
 
 CONFIG = types.SimpleNamespace(architecture="DeepseekV32ForCausalLM")
@@ -183,6 +184,21 @@ def test_longcat_is_refused_on_a_cpu_and_with_plain_rope():
     scaled = get_rope(**shape, rope_scaling={**scaling, "rope_type": "deepseek_yarn"})
     assert type(scaled) is not type(plain)
     assert torch.equal(scaled.cos_sin_cache, plain.cos_sin_cache)
+
+
+@pytest.mark.parametrize(("factor", "context"), [(4, 512), (1.3, 167), (None, 1 << 20)])
+def test_a_context_past_the_end_of_scaled_rope_is_refused(factor, context):
+    """At start, and exactly from where the table that SGLang builds ends; plain rope goes on."""
+    yarn = factor and YarnScaling(factor, 128)
+    config = types.SimpleNamespace(yarn=yarn)
+    arguments.refuse_past_the_end(config, context)
+    if yarn is None:
+        return
+    scaling = {"rope_type": "deepseek_yarn", "factor": factor, "original_max_position_embeddings": 128}
+    made = get_rope(64, rotary_dim=64, max_position=9999, base=1e4, rope_scaling=scaling, is_neox_style=True)
+    assert len(made.cos_sin_cache) == yarn.positions == context
+    with pytest.raises(plan.Refusal, match=f"--context-length {context + 1}: .* to {context} or less"):
+        arguments.refuse_past_the_end(config, context + 1)
 
 
 LAST_CHECK = [
