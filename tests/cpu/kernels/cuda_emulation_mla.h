@@ -26,7 +26,6 @@ inline T& at_address(u32 at) {
     if (at + sizeof(T) > SHARED_BYTES || at % sizeof(T)) die("not an address of shared memory");
     return *(T*)&memory_of[now->block][at];
 }
-inline u32 shared_address(const void* p) { return (const char*)p - shared_memory(); }
 inline u32 in_block(u32 at, u32 block) { return at | (block + 1) << 20; }
 inline float load_cluster(u32 at) { return *(float*)&memory_of[(at >> 20) - 1][at & 0xfffff]; }
 inline float4 load_cluster4(u32 at) { return *(float4*)&memory_of[(at >> 20) - 1][at & 0xfffff]; }
