@@ -224,6 +224,12 @@ inline int atomicAdd(int* p, int x) {
     *p += x;
     return before;
 }
+inline float e4m3_value(u32 code) {
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    if (exponent == 15 && mantissa == 7) return NAN;
+    const float x = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+    return code & 128 ? -x : x;
+}
 inline u32 shared_address(const void* p) { return (const char*)p - shared_memory(); }
 inline void count(u32 at) {
     if (at > SHARED_BYTES - 4 || at % 4) die("count outside shared");

@@ -199,12 +199,6 @@ inline u32 f16_of(float x) {
 inline u32 pair_f16(float x, float y) { return f16_of(x) | f16_of(y) << 16; }
 inline float f16_low(u32 both) { return f16_half_of(both, 0); }
 inline float f16_high(u32 both) { return f16_half_of(both, 1); }
-inline float e4m3_value(u32 code) {
-    const int exponent = code >> 3 & 15, mantissa = code & 7;
-    if (exponent == 15 && mantissa == 7) return NAN;
-    const float x = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
-    return code & 128 ? -x : x;
-}
 inline void decode(u32& low, u32& high, u32 codes) {
     low = pair_f16(e4m3_value(codes & 255), e4m3_value(codes >> 8 & 255));
     high = pair_f16(e4m3_value(codes >> 16 & 255), e4m3_value(codes >> 24));

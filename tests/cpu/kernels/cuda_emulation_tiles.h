@@ -117,12 +117,6 @@ inline u32 larger_f16_or_nan(u32 both, u32 other) {
     auto larger = [](float x, float y) { return x != x || y != y ? NAN : fmaxf(x, fabsf(y)); };
     return f16_of(larger(f16_high(both), f16_high(other))) << 16 | f16_of(larger(f16_low(both), f16_low(other)));
 }
-inline float e4m3_value(u32 code) {
-    const int exponent = code >> 3 & 15, mantissa = code & 7;
-    if (exponent == 15 && mantissa == 7) return NAN;
-    const float x = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
-    return code & 128 ? -x : x;
-}
 inline void from_e4m3(u32& low, u32& high, u32 codes) {
     low = f16_of(e4m3_value(codes >> 8 & 255)) << 16 | f16_of(e4m3_value(codes & 255));
     high = f16_of(e4m3_value(codes >> 24)) << 16 | f16_of(e4m3_value(codes >> 16 & 255));
