@@ -96,6 +96,8 @@ def prepare() -> Any:
             if not self.as_named:
                 given |= {"dsa_prefill_backend": DECLARED, "dsa_decode_backend": DECLARED}
             super().__init__(**given)
+            # The kit runs one layer without a model; the backend goes through a model's indexers and threads.
+            self.model = torch.nn.Module()
 
     kit.DSATokenToKVPool, kit.TinyDSAModelConfig, kit.DSAMockModelRunner = KitPool, CompleteConfig, KitRunner
     return kit
