@@ -8,7 +8,8 @@ usage() {
 usage: scripts/test.sh [--full] [pytest arguments]
 
 Sets up .venv with the test tools, then runs ruff, mypy and pytest in the project root. With pytest arguments (paths,
--k, -x, ...) only pytest runs. Tests marked `full` (the long forms) and `gpu` are left out.
+-k, -x, ...) only pytest runs. Tests marked `full` (the long forms) and `gpu` are left out. Without pytest arguments two
+processes share the tests out; servers start one at a time.
 
   --full        run the tests marked `full` too
   -h, --help    this text
@@ -35,5 +36,7 @@ if [[ $checks == yes ]]; then
     "$PYTHON" -m ruff format --check .
     "$PYTHON" -m mypy
 fi
+workers=()
+if [[ $checks == yes ]]; then workers=(-n 2 --dist loadgroup --no-loadscope-reorder); fi
 # tests/conftest.py leaves out `full` and `gpu`, and knows --full.
-exec "$PYTHON" -m pytest "$@"
+exec "$PYTHON" -m pytest "${workers[@]}" "$@"

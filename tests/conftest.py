@@ -1,4 +1,9 @@
-"""The default run leaves out the long forms and everything that needs a GPU."""
+"""The default run leaves out the long forms and everything that needs a GPU.
+
+With workers (scripts/test.sh starts two), a file's tests stay with one, and whatever starts a server stays with one,
+first, so that there is one server at a time and the rest goes on beside it. Servers of test_refusals.py end before they
+load anything.
+"""
 
 import pytest
 
@@ -7,9 +12,21 @@ def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`")
 
 
+def _group(item):
+    file = item.nodeid.split("::")[0]
+    return "server" if "server/" in file and not file.endswith("test_refusals.py") else file
+
+
+def pytest_itemcollected(item):
+    if item.config.pluginmanager.hasplugin("xdist"):
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Without -m: deselect `gpu`, and `full` unless --full is given. A -m expression is taken as it is."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: _group(item) != "server")
     if config.option.markexpr:
         return
     left_out = {"gpu"} if config.getoption("--full") else {"gpu", "full"}
