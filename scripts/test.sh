@@ -37,6 +37,6 @@ if [[ $checks == yes ]]; then
     "$PYTHON" -m mypy
 fi
 workers=()
-if [[ $checks == yes ]]; then workers=(-n 2 --dist loadgroup --no-loadscope-reorder); fi
+if [[ $checks == yes ]]; then workers=(-n 2 --no-loadscope-reorder); fi
 # tests/conftest.py leaves out `full` and `gpu`, and knows --full.
 exec "$PYTHON" -m pytest "${workers[@]}" "$@"

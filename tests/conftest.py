@@ -12,21 +12,28 @@ def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`")
 
 
-def _group(item):
-    file = item.nodeid.split("::")[0]
+def _group(nodeid):
+    file = nodeid.split("::")[0]
     return "server" if "server/" in file and not file.endswith("test_refusals.py") else file
 
 
-def pytest_itemcollected(item):
-    if item.config.pluginmanager.hasplugin("xdist"):
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        # Not --dist loadgroup: with pytest 9.2 it no longer groups (pytest-xdist issue 1386).
+        def _split_scope(self, nodeid):
+            return _group(nodeid)
+
+    return ByGroup(config, log)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Without -m: deselect `gpu`, and `full` unless --full is given. A -m expression is taken as it is."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: _group(item) != "server")
+        items.sort(key=lambda item: _group(item.nodeid) != "server")
     if config.option.markexpr:
         return
     left_out = {"gpu"} if config.getoption("--full") else {"gpu", "full"}
