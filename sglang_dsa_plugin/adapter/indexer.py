@@ -130,11 +130,6 @@ class DsaIndexer(torch.nn.Module):
         self.rope_rows = rope_table.float_table(self.rotary_emb, positions)
         self.token = dataclasses.replace(self.token, cos_sin=self.rope_rows)
 
-    @property
-    def topk_output_width(self) -> int:
-        """Picks per row; SGLang's context-parallel overlap tests for this attribute."""
-        return self.index_topk
-
     def forward(
         self,
         x: torch.Tensor,
@@ -149,10 +144,6 @@ class DsaIndexer(torch.nn.Module):
         return_indices is False. A step on the masked path gets its picks in any case, in its metadata: SGLang takes it
         for one that needs none.
         """
-        if isinstance(x, tuple):
-            raise TypeError(
-                "DsaIndexer: the hidden state came quantised as a tuple, which only ROCm's fused norms produce"
-            )
         if is_in_breakable_cuda_graph() and not forward_batch.forward_mode.is_decode():
             return self._in_graph(x, q_lora, positions, layer_id, return_indices)
         step = get_attn_backend().get_indexer_metadata(layer_id, forward_batch)
