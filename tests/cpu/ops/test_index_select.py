@@ -11,6 +11,7 @@ from sglang_dsa_plugin.cache.layouts import FP8
 from sglang_dsa_plugin.kernels.torch_impl import index_scores as torch_scores
 from sglang_dsa_plugin.kernels.torch_impl import index_select as torch_select
 from sglang_dsa_plugin.ops import index_scores, index_select, select
+from sglang_dsa_plugin.support_row import Where
 
 from .indexer_inputs import DTYPES, exact, generator, normal
 
@@ -214,8 +215,8 @@ def test_a_plan_is_made_by_its_implementation_and_handed_back_to_it(monkeypatch)
 
     module.make, module.run, runs = make, run, []
     monkeypatch.setitem(sys.modules, "planned_kernels", module)
-    few = support.Where(min_rows=256)
-    target = {"plans": "planned_kernels:make", "planned": support.Where(), "first": few}
+    few = Where(min_rows=256)
+    target = {"plans": "planned_kernels:make", "planned": Where(), "first": few}
     row = support.Implementation("index_select_paged", "planner", "planned_kernels:run", **target)
     monkeypatch.setattr(support, "_ROWS", [row, *support.rows()])
     support._choose.cache_clear()
