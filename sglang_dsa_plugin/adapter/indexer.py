@@ -28,7 +28,7 @@ from sglang.srt.utils import add_prefix
 
 from sglang_dsa_plugin import plan
 from sglang_dsa_plugin.adapter import gate, rope_table, state
-from sglang_dsa_plugin.config import DsaConfig, UnsupportedModel
+from sglang_dsa_plugin.config import KEY_NORM_EPS, DsaConfig, UnsupportedModel
 from sglang_dsa_plugin.indexer.token import TokenIndexer
 from sglang_dsa_plugin.ops import index_select
 
@@ -101,7 +101,7 @@ class DsaIndexer(torch.nn.Module):
             prefix=add_prefix("weights_proj", prefix),
         )
         norm = torch.nn.RMSNorm if self.config.key_norm == "rms" else torch.nn.LayerNorm
-        self.k_norm = norm(index_head_dim, eps=self.config.key_norm_eps, dtype=torch.float32)
+        self.k_norm = norm(index_head_dim, eps=KEY_NORM_EPS, dtype=torch.float32)
         self.rotary_emb = get_rope(
             rope_head_dim,
             rotary_dim=rope_head_dim,
