@@ -110,13 +110,14 @@ def positions_to_slots(
     op = "select.positions_to_slots"
     _check.index_tensor(op, "positions", positions, (None, None))
     _check_table(op, page_table, row_to_request, page_size, "positions", positions, 0)
-    run = support.resolve("positions_to_slots", device=positions.device, impl=impl)
+    chosen = support.choose("positions_to_slots", device=positions.device, impl=impl).implementation
+    run = chosen.load()
     if out is None:
         return run(positions, page_table, row_to_request, page_size)
     _check.tensor(op, "out", out, tuple(positions.shape), (torch.int32,), positions.device, "positions")
     if not out.is_contiguous():
         _check.fail(op, "out", "contiguous", out)
-    if "out" in support.choose("positions_to_slots", device=positions.device, impl=impl).implementation.takes:
+    if "out" in chosen.takes:
         return run(positions, page_table, row_to_request, page_size, out=out)
     return out.copy_(run(positions, page_table, row_to_request, page_size))
 
