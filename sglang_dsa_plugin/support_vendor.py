@@ -184,7 +184,7 @@ def _index_rows() -> list[Implementation]:
                 _vendor_row(
                     operator,
                     name,
-                    f"topk:{operator}",
+                    "topk:select_rows",
                     arguments=(("by", name),),
                     exact=False,
                     note=_INEXACT,

@@ -67,7 +67,7 @@ def topk_slots(
     _check_topk("select.topk_slots", scores, lengths, k, starts, init_tokens, local_tokens)
     _check_table("select.topk_slots", page_table, row_to_request, page_size, "lengths", lengths, 1)
     run = support.resolve("topk_slots", device=scores.device, impl=impl, k=k, rows=scores.shape[0])
-    return run(scores, lengths, k, page_table, row_to_request, page_size, starts, init_tokens, local_tokens)
+    return run(scores, lengths, k, starts, init_tokens, local_tokens, slots=(page_table, row_to_request, page_size))
 
 
 def topk_ragged(
@@ -88,7 +88,7 @@ def topk_ragged(
     _check_topk("select.topk_ragged", scores, lengths, k, starts, init_tokens, local_tokens)
     _check.index_tensor("select.topk_ragged", "offsets", offsets, (scores.shape[0],), scores.device)
     run = support.resolve("topk_ragged", device=scores.device, impl=impl, k=k, rows=scores.shape[0])
-    return run(scores, lengths, k, offsets, starts, init_tokens, local_tokens)
+    return run(scores, lengths, k, starts, init_tokens, local_tokens, offsets=offsets)
 
 
 def positions_to_slots(
