@@ -26,7 +26,6 @@ Imports neither torch nor sglang.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +40,7 @@ INDEX_HEAD_DIM = 128
 # A step holds picks and slots of index_topk columns a row, however short its context is, and no budget counts them:
 # 512 MiB in a chunk of 8192 rows here, 4 times what the published models take.
 MAX_TOPK = 8192
+# Of the indexer's key norm, whatever the model's rms_norm_eps.
 KEY_NORM_EPS = 1e-6
 
 SERVED = (
@@ -71,7 +71,7 @@ class DsaConfig:
     num_layers: attention layers with a cache of their own (LongCat: two per decoder layer; NextN: the draft's own).
     rope_layout, index_rope_layout: "half" or "interleaved", for MLA and for the indexer.
     yarn: None for plain rope.
-    key_norm: "layer" or "rms"; key_norm_eps is its own epsilon, not the model's rms_norm_eps.
+    key_norm: "layer" or "rms".
     draft_shares_picks: later draft steps of speculative decoding reuse the picks of the first.
     """
 
@@ -79,23 +79,17 @@ class DsaConfig:
     hidden_size: int
     num_heads: int
     q_lora_rank: int
-    kv_lora_rank: int
     qk_nope_head_dim: int
-    qk_rope_head_dim: int
     v_head_dim: int
     num_layers: int
-    num_nextn_predict_layers: int
     max_position_embeddings: int
     index_topk: int
     index_n_heads: int
-    index_head_dim: int
     index_rope_layout: str
     rope_layout: str
     rope_theta: float
     yarn: YarnScaling | None
     key_norm: str
-    key_norm_eps: float
-    index_kpool: int
     index_init_tokens: int
     index_local_tokens: int
     schedule: ReuseSchedule
@@ -114,14 +108,6 @@ class DsaConfig:
     def is_nextn(self) -> bool:
         """Whether this is the draft of multi-token prediction."""
         return self.architecture.endswith("NextN")
-
-    @property
-    def softmax_scale(self) -> float:
-        """Scale of q.k in MLA: (nope + rope)^-0.5, times YaRN's mscale squared."""
-        scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
-        if self.yarn is None or not self.yarn.scales_softmax or self.yarn.factor <= 1:
-            return scale
-        return scale * (0.1 * self.yarn.mscale_all_dim * math.log(self.yarn.factor) + 1.0) ** 2
 
     def layer_reuses_picks(self, layer_id: int) -> bool:
         """Whether layer `layer_id` has no picks of its own. A NextN layer always has an indexer."""
@@ -180,23 +166,17 @@ def _read(outer: Any) -> DsaConfig:
         hidden_size=keys.positive(config, "hidden_size"),
         num_heads=keys.positive(config, "num_attention_heads"),
         q_lora_rank=keys.positive(config, "q_lora_rank"),
-        kv_lora_rank=LATENT_RANK,
         qk_nope_head_dim=keys.positive(config, "qk_nope_head_dim"),
-        qk_rope_head_dim=ROPE_DIM,
         v_head_dim=keys.positive(config, "v_head_dim"),
         num_layers=layers,
-        num_nextn_predict_layers=nextn,
         max_position_embeddings=keys.positive(config, "max_position_embeddings"),
         index_topk=index_topk,
         index_n_heads=keys.positive(config, "index_n_heads"),
-        index_head_dim=INDEX_HEAD_DIM,
         index_rope_layout=_index_rope_layout(config, architecture),
         rope_layout="interleaved" if keys.flag(config, "rope_interleave", True) else "half",
         rope_theta=theta,
         yarn=yarn,
         key_norm=_key_norm(config),
-        key_norm_eps=KEY_NORM_EPS,
-        index_kpool=kpool,
         index_init_tokens=init,
         index_local_tokens=local,
         schedule=read_schedule(config, layers, nextn, architecture),

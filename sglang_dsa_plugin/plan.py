@@ -14,6 +14,7 @@ import torch
 from sglang_dsa_plugin import settings, support
 from sglang_dsa_plugin.cache.layouts import FP8, LATENT_LAYOUTS, PAGE_SIZE, LatentLayout, index_token_bytes
 from sglang_dsa_plugin.kernel_flags import Forced, KernelFlags, Refusal
+from sglang_dsa_plugin.support_row import MANY_ROWS
 
 KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
 # Operators of a decode step whose implementations differ in what a CUDA graph can record.
@@ -224,7 +225,7 @@ def operator_choices(
         unit = "rows a request" if use == INDEX_PREFILL else "rows"
         return replace(choose(use, rows), steps=support.by_rows(lambda step: choose(use, step)), unit=unit)
 
-    many = support.MANY_ROWS
+    many = MANY_ROWS
     by_step = {op: with_steps(op, 1) for op in ("index_select_paged", "sparse_mla")}
     decode = {op: choose(op, 1) for op in DECODE_OPERATORS} | by_step
     prefill = choose if forced.keys().isdisjoint(("sparse_mla", "sparse_mla_prefill")) else with_steps

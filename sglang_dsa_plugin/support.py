@@ -8,56 +8,32 @@ Features of a row: device types, SM list (CUDA only; None is any), layouts, head
 What a kernel can do and where it is worth taking are kept apart: a row with `first` is taken unasked only where that
 says so, and everywhere else by name, through `impl=`, a flag of the server or SGLANG_DSA_PLUGIN_IMPL. For kernels of
 other packages a measurement decides, and MEASURED (support_vendor.py) is where it is written down.
-The rows themselves stand in support_own.py and support_vendor.py. Kernels that live only inside sglang join through
-`register()`; they are never imported here.
+What a row is stands in support_row.py, the rows themselves in support_own.py and support_vendor.py.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from sglang_dsa_plugin import tuned
 from sglang_dsa_plugin.support_own import OWN_ROWS
-from sglang_dsa_plugin.support_row import (
-    MANY_ROWS,
-    ROW_STEPS,
-    Implementation,
-    NotServed,
-    Request,
-    Where,
-    sm_name,
-)
-from sglang_dsa_plugin.support_vendor import MEASURED, VENDOR_ROWS
-
-__all__ = [
-    "MANY_ROWS",
-    "MEASURED",
-    "Choice",
-    "Implementation",
-    "NotServed",
-    "Request",
-    "Where",
-    "choose",
-    "register",
-    "resolve",
-    "rows",
-]
+from sglang_dsa_plugin.support_row import ROW_STEPS, Implementation, NotServed, Request, sm_name
+from sglang_dsa_plugin.support_vendor import VENDOR_ROWS
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, why, and what was passed over (name -> reason). steps: what is taken from which number of rows
-    on, of those who ask for it (`by_rows`) and where it is not the same for all. unit: what these count.
+    """What was chosen, and why. steps: what is taken from which number of rows on, of those who ask for it (`by_rows`)
+    and where it is not the same for all. unit: what these count.
     """
 
     implementation: Implementation
     reason: str
-    rejected: dict[str, str] = field(default_factory=dict)
     steps: tuple[tuple[int, Implementation], ...] = ()
     unit: str = "rows"
 
@@ -80,27 +56,12 @@ class Choice:
         return ", ".join([first.name, f"{second.name} from {least} {self.unit} on", *later])
 
 
-_ROWS: list[Implementation] = [*VENDOR_ROWS, *OWN_ROWS]
+_ROWS = (*VENDOR_ROWS, *OWN_ROWS)
 
 
 def rows(operator: str | None = None) -> tuple[Implementation, ...]:
     """The table, or the rows of one operator, in order of preference."""
     return tuple(r for r in _ROWS if operator is None or r.operator == operator)
-
-
-def register(implementation: Implementation, *, before: str | None = None) -> None:
-    """Add a row: at the end of its operator's list, or ahead of the row named `before`.
-
-    Registering the same (operator, name) again replaces the row, so a plugin loaded twice changes nothing.
-    """
-    key = (implementation.operator, implementation.name)
-    _ROWS[:] = [r for r in _ROWS if (r.operator, r.name) != key]
-    at = next(
-        (i for i, r in enumerate(_ROWS) if r.operator == implementation.operator and r.name == before), len(_ROWS)
-    )
-    _ROWS.insert(at, implementation)
-    _choose.cache_clear()
-    _measured.cache_clear()
 
 
 def choose(
@@ -188,7 +149,7 @@ def _choose(operator: str, impl: str | None, asked: Request) -> Choice:
             reason = f"asked for by name on {where}" if impl else f"first of the table that serves {where}"
             if rejected:
                 reason += "; passed over: " + "; ".join(f"{n} ({w})" for n, w in rejected.items())
-            return Choice(row, reason, rejected)
+            return Choice(row, reason)
         rejected[row.name] = why
     what = f"impl={impl!r} cannot run here" if impl else "no implementation can run here"
     raise NotServed(f"{operator}: {what}: " + "; ".join(f"{n}: {w}" for n, w in rejected.items()))

@@ -102,8 +102,8 @@ class Implementation:
 
     operator: name as in docs/operators.md, for example "sparse_mla".
     name: what `impl=` accepts, for example "torch".
-    target: "module:function", imported at first use so that a missing kernel package costs nothing elsewhere;
-        or the callable itself when injected by `register()`.
+    target: "module:function", imported at first use so that a missing kernel package costs nothing elsewhere; or the
+        callable itself.
     devices: torch device types.
     sm: compute capabilities as 10 * major + minor; None when any will do.
     layouts, heads: accepted values; None when any will do.
@@ -118,7 +118,7 @@ class Implementation:
     takes: optional arguments of the operator that it knows itself; the operator makes up for those that it does not.
     plans: as target, what it makes once a step for all layers; None where there is nothing to make.
     planned: where it is taken unasked by a step that makes it; None is as `first`.
-    note: why the row exists or where it stops, shown by the doctor.
+    note: why the row exists or where it stops, for docs/support.md.
     """
 
     operator: str

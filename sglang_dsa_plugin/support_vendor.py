@@ -15,7 +15,6 @@ _BLACKWELL = frozenset({100, 103})
 _BY_NAME = Where(sm=frozenset())
 _MANY_HEADS = frozenset(range(49, 129))
 _MANY_INDEX_ROWS = Where(sm=_HOPPER, heads=frozenset({64}), min_rows=MANY_ROWS)
-NOT_MEASURED = "; not measured yet, taken by name only"
 
 # The kernels of other packages that the table takes unasked: those that were run on a GPU against fp64 and measured
 # faster than ours there (docs/benchmarks.md). All others are taken by name only, or where a GPU's own measured choices
@@ -47,16 +46,13 @@ PLANNED: dict[tuple[str, str], Where] = {
 def _vendor_row(
     operator: str, name: str, target: str, *, sm: frozenset[int], note: str, **features: Any
 ) -> Implementation:
-    first = MEASURED.get((operator, name), _BY_NAME)
-    if first is _BY_NAME:
-        note += NOT_MEASURED
     return Implementation(
         operator,
         name,
         f"{_VENDOR}.{target}",
         devices=frozenset({"cuda"}),
         sm=sm,
-        first=first,
+        first=MEASURED.get((operator, name), _BY_NAME),
         planned=PLANNED.get((operator, name)),
         note=note,
         **features,
@@ -188,7 +184,7 @@ def _index_rows() -> list[Implementation]:
                 _vendor_row(
                     operator,
                     name,
-                    f"topk:{operator}",
+                    "topk:select_rows",
                     arguments=(("by", name),),
                     exact=False,
                     note=_INEXACT,

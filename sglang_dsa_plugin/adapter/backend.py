@@ -1,8 +1,8 @@
 """The attention backend SGLang sees, in place of its `DeepseekSparseAttnBackend`.
 
-It keeps what the rest of SGLang reads from that class: `use_mha`, the two pools,
-`forward_metadata`, `max_context_len`, `dsa_index_kpool`, `prepare_mtp_seed_indices`. No built-in DSA class is in its
-MRO. Decode is planned in backend/metadata.py, prefill in adapter/prefill.py; attention runs in backend/core.py.
+It keeps what the rest of SGLang reads from that class: `use_mha`, the two pools, `forward_metadata`,
+`max_context_len`. No built-in DSA class is in its MRO. Decode is planned in backend/metadata.py, prefill in
+adapter/prefill.py; attention runs in backend/core.py.
 """
 
 from __future__ import annotations
@@ -71,11 +71,6 @@ class DsaBackend(AttentionBackend):
         for module in model_runner.model.modules():
             if isinstance(module, DsaIndexer):
                 module.reserve_positions(self.max_context_len)
-        self.dsa_index_kpool = 1
-        self.dsa_prefill_impl = get_exec().kernel.dsa_prefill_backend
-        self.dsa_decode_impl = get_exec().kernel.dsa_decode_backend
-        self.hisparse_coordinator = None
-        self.supports_mha_one_shot = True
         self.forward_metadata: metadata.StepMetadata | None = None
         flags = state.kernel_flags()
         forced = flags.forced(pool.layout.name, str(self.device))
@@ -144,7 +139,7 @@ class DsaBackend(AttentionBackend):
                 dense_fallback.SPARSE_DECODE,
             )
         elif _plain_prefill(mode):
-            self.forward_metadata = self.prefill.plan(forward_batch, self._why_no_mha())
+            self.forward_metadata = self.prefill.plan(forward_batch)
         else:
             raise NotImplementedError(
                 f"forward mode {mode.name} is not served yet: remove the --speculative-* flags (or the dLLM / PD "
@@ -160,10 +155,7 @@ class DsaBackend(AttentionBackend):
             return True  # ranks whose collectives belong together have voted already, and must not part here
         if forward_batch.positions.shape[0] <= dense_fallback.GRAPH_TOKENS:
             return True
-        return not self.prefill.decide(forward_batch, self._why_no_mha()).expanded
-
-    def _why_no_mha(self) -> str | None:
-        return None if self.supports_mha_one_shot else "switched off by the hybrid backend"
+        return not self.prefill.decide(forward_batch).expanded
 
     def get_indexer_metadata(self, layer_id: int, forward_batch: ForwardBatch) -> metadata.StepMetadata | None:
         """The step's metadata for this package's indexer; None on an idle rank."""
@@ -283,16 +275,6 @@ class DsaBackend(AttentionBackend):
             sink=attn_sink,
             prefill=prefill,
         )
-
-    # Read from outside the class
-
-    def prepare_mtp_seed_indices(self, topk_indices: torch.Tensor, forward_mode: ForwardMode) -> torch.Tensor:
-        """Picks are positions in the request in every mode, so a draft may start from them as they are."""
-        return topk_indices
-
-    def q8kv8_born_fp8_q_eligible(self, *_args: Any) -> bool:
-        """Queries are never produced in fp8 ahead of the backend."""
-        return False
 
 
 def _plain_prefill(mode: ForwardMode) -> bool:

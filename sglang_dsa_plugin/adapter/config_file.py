@@ -23,9 +23,9 @@ from sglang_dsa_plugin.config_keys import UnsupportedModel
 logger = logging.getLogger(__name__)
 TYPES = {"rope_type", "type"}
 ROPE_FORMS = ("rope_parameters", "rope_scaling")
-# --context-length may raise the first on the object; the second has a default that no served model depends on; how a
-# schedule is written may differ where the layers are the same, which is compared.
-NOT_COMPARED = ("max_position_embeddings", "num_nextn_predict_layers", "schedule")
+# --context-length may raise the first on the object; how a schedule is written may differ where the layers are the
+# same, which is compared.
+NOT_COMPARED = ("max_position_embeddings", "schedule")
 # As a file names what DsaConfig calls otherwise.
 NAMES = {
     "num_heads": "num_attention_heads",

@@ -28,7 +28,7 @@ from sglang.srt.utils import add_prefix
 
 from sglang_dsa_plugin import plan
 from sglang_dsa_plugin.adapter import gate, rope_table, state
-from sglang_dsa_plugin.config import DsaConfig, UnsupportedModel
+from sglang_dsa_plugin.config import KEY_NORM_EPS, DsaConfig, UnsupportedModel
 from sglang_dsa_plugin.indexer.token import TokenIndexer
 from sglang_dsa_plugin.ops import index_select
 
@@ -101,7 +101,7 @@ class DsaIndexer(torch.nn.Module):
             prefix=add_prefix("weights_proj", prefix),
         )
         norm = torch.nn.RMSNorm if self.config.key_norm == "rms" else torch.nn.LayerNorm
-        self.k_norm = norm(index_head_dim, eps=self.config.key_norm_eps, dtype=torch.float32)
+        self.k_norm = norm(index_head_dim, eps=KEY_NORM_EPS, dtype=torch.float32)
         self.rotary_emb = get_rope(
             rope_head_dim,
             rotary_dim=rope_head_dim,
@@ -130,11 +130,6 @@ class DsaIndexer(torch.nn.Module):
         self.rope_rows = rope_table.float_table(self.rotary_emb, positions)
         self.token = dataclasses.replace(self.token, cos_sin=self.rope_rows)
 
-    @property
-    def topk_output_width(self) -> int:
-        """Picks per row; SGLang's context-parallel overlap tests for this attribute."""
-        return self.index_topk
-
     def forward(
         self,
         x: torch.Tensor,
@@ -149,10 +144,6 @@ class DsaIndexer(torch.nn.Module):
         return_indices is False. A step on the masked path gets its picks in any case, in its metadata: SGLang takes it
         for one that needs none.
         """
-        if isinstance(x, tuple):
-            raise TypeError(
-                "DsaIndexer: the hidden state came quantised as a tuple, which only ROCm's fused norms produce"
-            )
         if is_in_breakable_cuda_graph() and not forward_batch.forward_mode.is_decode():
             return self._in_graph(x, q_lora, positions, layer_id, return_indices)
         step = get_attn_backend().get_indexer_metadata(layer_id, forward_batch)

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,6 @@ class Status:
     error: str = ""
     details: str = ""
     refused: bool = False
-    hooks: list[str] = field(default_factory=list)
 
 
 STATUS = Status()
@@ -47,7 +46,7 @@ def register() -> None:
         contract.require()
         from sglang_dsa_plugin.adapter import hooks
 
-        STATUS.hooks = hooks.register_all()
+        hooks.register_all()
         STATUS.state = "active"
         # SGLang has not set up logging yet: seen only where logging is set up earlier, as the server tests do.
         logger.info("sglang-dsa-plugin is active in process %d", os.getpid())

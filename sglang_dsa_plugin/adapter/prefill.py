@@ -41,7 +41,6 @@ class PrefillPlanner:
         self.req_to_token = req_to_token
         self.masked = masked
         self.why_not_dense = why_not_dense
-        self.paths = dense_fallback.PathCounter()
         self.metrics = metrics
 
     def describe(self) -> str:
@@ -50,8 +49,8 @@ class PrefillPlanner:
             return f"prefill sparse at every length: {self.why_not_dense}"
         return f"prefill dense up to the threshold, past it {self.masked.describe()}"
 
-    def decide(self, forward_batch: ForwardBatch, switched_off: str | None) -> dense_fallback.Decision:
-        """How a batch attends outside of a CUDA graph. switched_off: as of `plan`."""
+    def decide(self, forward_batch: ForwardBatch) -> dense_fallback.Decision:
+        """How a batch attends outside of a CUDA graph."""
         extend = [int(e) for e in forward_batch.extend_seq_lens_cpu]
         # Expanded keys follow the requests, so padding has no place among them.
         padded = "the batch is padded" if forward_batch.positions.shape[0] != sum(extend) else None
@@ -64,14 +63,12 @@ class PrefillPlanner:
                 dense_fallback.EXPANDED_BYTES // self.masked.bytes_per_key(),
             ),
             masked=self.masked,
-            allowed=switched_off or padded or self.why_not_dense,
+            allowed=padded or self.why_not_dense,
         )
 
-    def plan(self, forward_batch: ForwardBatch, switched_off: str | None) -> metadata.StepMetadata:
-        """The step of a batch. switched_off: why no batch may run on expanded keys at present, or None.
-
-        In a prefill CUDA graph, and where SGLang pads a batch for its collectives, the rows are the real ones: SGLang
-        cuts what attention gets to them.
+    def plan(self, forward_batch: ForwardBatch) -> metadata.StepMetadata:
+        """The step of a batch. In a prefill CUDA graph, and where SGLang pads a batch for its collectives, the rows are
+        the real ones: SGLang cuts what attention gets to them.
         """
         prefix = [int(p) for p in forward_batch.extend_prefix_lens_cpu]
         extend = [int(e) for e in forward_batch.extend_seq_lens_cpu]
@@ -79,7 +76,7 @@ class PrefillPlanner:
         if is_in_breakable_cuda_graph():
             rows, decision = new_tokens, dense_fallback.IN_GRAPH
         else:
-            decision = self.decide(forward_batch, switched_off)
+            decision = self.decide(forward_batch)
             real = forward_batch.global_num_token_non_padded_cpu
             rows = real if real is not None and 0 < real < rows else rows
         step = metadata.extend_step(
@@ -94,7 +91,6 @@ class PrefillPlanner:
             cached_tokens=sum(prefix),
         )
         if not get_flags().dp.capturing_prefill_graph:  # SGLang's own batches of nothing, one or more a graph
-            self.paths.count(decision, rows)
             self.metrics.count(decision, rows)
         logger.debug("prefill of %d rows: %s (%s)", rows, decision.path, decision.reason)
         return step

@@ -57,7 +57,7 @@ class PrefillMetrics:
 
 
 class NoMetrics:
-    """Without --enable-metrics nothing is exported; the in-process counter still counts."""
+    """Without --enable-metrics nothing is counted."""
 
     def count(self, decision: Decision, rows: int) -> None:
         """Do nothing."""

@@ -1,4 +1,4 @@
-"""How the rows of a prefill attend: dense, or sparse in one of two ways. And who is told.
+"""How the rows of a prefill attend: dense, or sparse in one of two ways.
 
 - dense: with S <= k every token is picked, so prefill may run plain multi-head attention on expanded keys and values:
   the same result with a third of the arithmetic (192 + 128 values a key in V3.2 instead of 576 + 512);
@@ -13,7 +13,6 @@ that object and nothing else: two decisions could differ.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -55,38 +54,23 @@ def decide(
     extend: Sequence[int],
     threshold: int,
     capacity: int,
-    masked: MaskedPrefill | None = None,
+    masked: MaskedPrefill,
     allowed: str | None = None,
 ) -> Decision:
     """The path of one prefill batch of `extend[b]` new tokens after `prefix[b]` cached ones.
 
     threshold: longest length that runs dense (default index_topk; above it dense attends to more tokens than the model
-    was trained to). capacity: most keys expanded at once on the dense path. masked: what judges the masked path, None
-    where there is none. allowed: None, or why expanded keys are ruled out.
+    was trained to). capacity: most keys expanded at once on the dense path. masked: what judges the masked path.
+    allowed: None, or why expanded keys are ruled out.
     """
     if allowed is not None:
         return Decision("sparse", allowed)
     longest = max((p + e for p, e in zip(prefix, extend)), default=0)
     if longest > threshold:
         reason = f"longest request {longest} > threshold {threshold}"
-        if masked is None:
-            return Decision("sparse", reason)
         fits, why = masked.judge(prefix, extend)
         return Decision("masked" if fits else "sparse", f"{reason}; {why}")
     keys = sum(prefix) + sum(extend)
     if keys > capacity:
         return Decision("sparse", f"{keys} keys > chunk capacity {capacity}")
     return Decision("dense", f"longest request {longest} <= threshold {threshold}")
-
-
-class PathCounter:
-    """Counts prefill batches and rows by path, for the log, the metrics and the tests."""
-
-    def __init__(self) -> None:
-        self.batches: Counter[str] = Counter()
-        self.rows: Counter[str] = Counter()
-
-    def count(self, decision: Decision, rows: int) -> None:
-        """Note one prefill batch of `rows` query tokens."""
-        self.batches[decision.path] += 1
-        self.rows[decision.path] += rows

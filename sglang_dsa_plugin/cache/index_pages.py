@@ -29,11 +29,6 @@ class IndexPages:
         shape, dtype = index_page_shape(key_dtype)
         self.buffer = [torch.zeros((pages if own else 0, *shape), dtype=dtype, device=device) for own in owns]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated over all layers."""
-        return sum(pages.nbytes for pages in self.buffer)
-
     def store(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor | None) -> None:
         """Write keys [R,128] (and scales [R] for fp8) at token slots [R]; slots of -1 are skipped."""
         key_pages.store(self.buffer[layer], slots, keys, scales)

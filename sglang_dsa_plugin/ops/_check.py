@@ -10,6 +10,10 @@ import math
 
 import torch
 
+# What an operator takes where nothing is quantised.
+FLOATS = (torch.bfloat16, torch.float32, torch.float16)
+INDEX_DTYPES = (torch.int32, torch.int64)
+
 
 def describe(value: object) -> str:
     """One line about a value for an error message."""
@@ -50,9 +54,6 @@ def tensor(
     return value
 
 
-INDEX_DTYPES = (torch.int32, torch.int64)
-
-
 def index_tensor(
     operator: str, argument: str, value: object, shape: tuple[int | None, ...], device: torch.device | None = None
 ) -> torch.Tensor:
@@ -79,7 +80,7 @@ def multi_head(
     """Check what attention on expanded keys and values takes: q [T, H, Dqk], k [S, H, Dqk], v [S, H, Dv], out
     [T, H, Dv] of one float dtype, cu_q and cu_k [B + 1] (on a CPU also that they rise from 0 to T and S), scale.
     """
-    tensor(operator, "q", q, (None, None, None), (torch.bfloat16, torch.float32, torch.float16))
+    tensor(operator, "q", q, (None, None, None), FLOATS)
     tokens, heads, width = q.shape
     tensor(operator, "k", k, (None, heads, width), (q.dtype,), q.device, "q")
     tensor(operator, "v", v, (k.shape[0], heads, None), (q.dtype,), q.device, "q")

@@ -18,7 +18,6 @@ from ..cache.layouts import INDEX_DIM
 from . import _check
 
 _OP = "hadamard.rotate"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def rotate(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
@@ -28,7 +27,7 @@ def rotate(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     """
     if not isinstance(x, torch.Tensor) or x.dim() == 0:
         _check.fail(_OP, "x", f"a tensor of shape [..., {INDEX_DIM}]", x)
-    _check.tensor(_OP, "x", x, (*(None,) * (x.dim() - 1), INDEX_DIM), _DTYPES)
+    _check.tensor(_OP, "x", x, (*(None,) * (x.dim() - 1), INDEX_DIM), _check.FLOATS)
     return support.resolve("hadamard", device=x.device, impl=impl)(x)
 
 

@@ -19,8 +19,6 @@ from sglang_dsa_plugin import support
 from sglang_dsa_plugin.cache.layouts import INDEX_DIM, PAGE_SIZE, ROPE_DIM
 from sglang_dsa_plugin.ops import _check, hadamard, key_pages, quant, rope
 
-_FLOATS = (torch.bfloat16, torch.float32, torch.float16)
-
 
 def store(
     pages: torch.Tensor,
@@ -64,7 +62,7 @@ def check_store(
     key_pages.check_pages(op, pages)
     device = pages.device
     _check.index_tensor(op, "slots", slots, (None,), device)
-    _check.tensor(op, "projected", projected, (slots.shape[0], INDEX_DIM), _FLOATS, device)
+    _check.tensor(op, "projected", projected, (slots.shape[0], INDEX_DIM), _check.FLOATS, device)
     _check.tensor(op, "weight", weight, (INDEX_DIM,), (torch.float32,), device)
     if bias is not None:
         _check.tensor(op, "bias", bias, (INDEX_DIM,), (torch.float32,), device)

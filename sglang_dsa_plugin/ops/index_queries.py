@@ -18,8 +18,6 @@ from sglang_dsa_plugin import support
 from sglang_dsa_plugin.cache.layouts import FP8, INDEX_DIM, ROPE_DIM
 from sglang_dsa_plugin.ops import _check, hadamard, quant, rope
 
-_FLOATS = (torch.bfloat16, torch.float32, torch.float16)
-
 
 def prepare(
     projected: torch.Tensor,
@@ -40,7 +38,7 @@ def prepare(
     """
     op = "index_queries.prepare"
     check_prepare(op, projected, weights, positions, cos_sin, layout)
-    _check.one_of(op, "dtype", dtype, (FP8, *_FLOATS))
+    _check.one_of(op, "dtype", dtype, (FP8, *_check.FLOATS))
     run = support.resolve("index_queries", device=weights.device, impl=impl)
     return run(projected, weights, positions, cos_sin, layout, dtype)
 
@@ -54,9 +52,9 @@ def check_prepare(
     layout: str,
 ) -> None:
     """Raises ValueError in the name of operator `op` where arguments of `prepare` do not fit each other."""
-    _check.tensor(op, "weights", weights, (None, None), _FLOATS)
+    _check.tensor(op, "weights", weights, (None, None), _check.FLOATS)
     rows, heads = weights.shape
-    _check.tensor(op, "projected", projected, (rows, heads * INDEX_DIM), _FLOATS, weights.device, "weights")
+    _check.tensor(op, "projected", projected, (rows, heads * INDEX_DIM), _check.FLOATS, weights.device, "weights")
     _check.index_tensor(op, "positions", positions, (rows,), weights.device)
     _check.tensor(op, "cos_sin", cos_sin, (None, ROPE_DIM), (torch.float32,), weights.device)
     _check.one_of(op, "layout", layout, rope.LAYOUTS)

@@ -23,8 +23,6 @@ from .. import support
 from ..cache.layouts import FP8, INDEX_DIM, INDEX_PAGE_BYTES, PAGE_SIZE
 from . import _check
 
-_MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def ragged(
     q: torch.Tensor,
@@ -144,7 +142,7 @@ def check_width(op: str, width: int | None) -> None:
 
 
 def _check_query(op: str, q: torch.Tensor, gate: torch.Tensor) -> None:
-    _check.tensor(op, "q", q, (None, None, INDEX_DIM), (FP8, *_MODEL_DTYPES))
+    _check.tensor(op, "q", q, (None, None, INDEX_DIM), (FP8, *_check.FLOATS))
     if q.shape[1] == 0:
         _check.fail(op, "q", "of at least one head", q)
     _check.tensor(op, "gate", gate, (q.shape[0], q.shape[1]), (torch.float32,), q.device, "q")

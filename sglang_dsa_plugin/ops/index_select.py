@@ -106,9 +106,9 @@ def paged(
     if plan is not None and (plan.rows, plan.topk) != (q.shape[0], topk):
         _check.fail(op, "plan", f"one for {q.shape[0]} rows and topk {topk}", f"{plan.rows} rows, topk {plan.topk}")
     impl = impl if plan is None else plan.implementation
-    features = {"device": q.device, "impl": impl, "heads": q.shape[1], "k": topk, "dtype": q.dtype}
-    features["rows"] = q.shape[0] // max(1, page_table.shape[0])
-    run = support.resolve("index_select_paged", **features)
+    features = {"heads": q.shape[1], "k": topk, "dtype": q.dtype, "rows": q.shape[0] // max(1, page_table.shape[0])}
+    chosen = support.choose("index_select_paged", device=q.device, impl=impl, **features).implementation
+    run = chosen.load()
     if plan is not None:
         run = functools.partial(run, plan=plan.made)
     arguments = (q, pages, gate, lengths, page_table, row_to_request, topk, init_tokens, local_tokens, budget)
@@ -117,7 +117,7 @@ def paged(
     _check.tensor(op, "slots_out", slots_out, (q.shape[0], topk), (torch.int32,), q.device, "q")
     if slots or not slots_out.is_contiguous():
         _check.fail(op, "slots_out", "contiguous, and slots False", slots_out)
-    if "slots_out" in support.choose("index_select_paged", **features).implementation.takes:
+    if "slots_out" in chosen.takes:
         return run(*arguments, slots_out=slots_out)
     picks = run(*arguments)
     select.positions_to_slots(picks, page_table, row_to_request, page_size, out=slots_out)

@@ -18,7 +18,6 @@ from sglang_dsa_plugin import support
 from sglang_dsa_plugin.cache.layouts import FP8, INDEX_DIM, INDEX_PAGE_BYTES, PAGE_SIZE
 from sglang_dsa_plugin.ops import _check
 
-_KEY_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 _KEY_BYTES = PAGE_SIZE * INDEX_DIM
 
 
@@ -89,7 +88,7 @@ def check_pages(operator: str, pages: torch.Tensor) -> bool:
         if pages.stride(0) % 4 or pages.data_ptr() % 4:
             _check.fail(operator, "pages", "on 4-byte bounds page by page", pages)
         return True
-    _check.tensor(operator, "pages", pages, (None, PAGE_SIZE, INDEX_DIM), _KEY_DTYPES)
+    _check.tensor(operator, "pages", pages, (None, PAGE_SIZE, INDEX_DIM), _check.FLOATS)
     return False
 
 

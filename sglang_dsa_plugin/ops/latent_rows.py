@@ -16,8 +16,6 @@ from sglang_dsa_plugin.cache.layouts import LATENT_DIM, LATENT_LAYOUTS, ROPE_DIM
 from sglang_dsa_plugin.ops import _check, quant
 from sglang_dsa_plugin.ops.key_pages import check_slots
 
-_FLOATS = (torch.bfloat16, torch.float32, torch.float16)
-
 
 def store(
     rows: torch.Tensor,
@@ -36,8 +34,8 @@ def store(
     quant.check_rows(op, "rows", rows, layout)
     quant.check_kv_scale(op, kv_scale)
     _check.index_tensor(op, "slots", slots, (None,), rows.device)
-    _check.tensor(op, "latent", latent, (slots.shape[0], LATENT_DIM), _FLOATS, rows.device)
-    _check.tensor(op, "rope", rope, (slots.shape[0], ROPE_DIM), _FLOATS, rows.device)
+    _check.tensor(op, "latent", latent, (slots.shape[0], LATENT_DIM), _check.FLOATS, rows.device)
+    _check.tensor(op, "rope", rope, (slots.shape[0], ROPE_DIM), _check.FLOATS, rows.device)
     check_slots(op, "slots", slots, rows.shape[0])
     run = support.resolve("latent_rows_store", device=rows.device, impl=impl, layout=layout)
     run(rows, slots, latent, rope, layout, kv_scale)

@@ -34,15 +34,13 @@ from sglang_dsa_plugin.cache.layouts import (
 )
 from sglang_dsa_plugin.ops import _check
 
-_FLOATS = (torch.bfloat16, torch.float32, torch.float16)
-
 
 def quantize_keys(k: torch.Tensor, impl: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Index keys [R, 128] (bf16, f16 or f32) -> e4m3 [R, 128] and f32 scale [R].
 
     Raises ValueError for another shape or dtype, or an `impl` that cannot run here.
     """
-    _check.tensor("quantize_keys", "k", k, (None, INDEX_DIM), _FLOATS)
+    _check.tensor("quantize_keys", "k", k, (None, INDEX_DIM), _check.FLOATS)
     return support.resolve("quantize_keys", device=k.device, impl=impl)(k)
 
 
@@ -57,8 +55,8 @@ def quantize_latent(
     op = "quantize_latent"
     check_layout(op, layout)
     check_kv_scale(op, kv_scale)
-    _check.tensor(op, "latent", latent, (None, LATENT_DIM), _FLOATS)
-    _check.tensor(op, "rope", rope, (latent.shape[0], ROPE_DIM), _FLOATS, latent.device, "latent")
+    _check.tensor(op, "latent", latent, (None, LATENT_DIM), _check.FLOATS)
+    _check.tensor(op, "rope", rope, (latent.shape[0], ROPE_DIM), _check.FLOATS, latent.device, "latent")
     return support.resolve(op, device=latent.device, impl=impl, layout=layout)(latent, rope, layout, kv_scale)
 
 

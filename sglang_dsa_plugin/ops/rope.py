@@ -22,7 +22,6 @@ from ..cache.layouts import ROPE_DIM
 from . import _check
 
 _OP = "rope.apply"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("half", "interleaved")
 
 
@@ -37,13 +36,13 @@ def apply(
     _check.one_of(_OP, "layout", layout, LAYOUTS)
     if not isinstance(x, torch.Tensor) or x.dim() == 0:
         _check.fail(_OP, "x", f"a tensor of shape [..., {ROPE_DIM}]", x)
-    _check.tensor(_OP, "x", x, (*(None,) * (x.dim() - 1), ROPE_DIM), _DTYPES)
+    _check.tensor(_OP, "x", x, (*(None,) * (x.dim() - 1), ROPE_DIM), _check.FLOATS)
     if not isinstance(positions, torch.Tensor) or positions.shape != x.shape[:-1][: positions.dim()]:
         _check.fail(
             _OP, "positions", f"an int32/int64 tensor whose shape is a prefix of {list(x.shape[:-1])}", positions
         )
     _check.index_tensor(_OP, "positions", positions, tuple(positions.shape), x.device)
-    _check.tensor(_OP, "cos_sin", cos_sin, (None, ROPE_DIM), (*_DTYPES, torch.float64), x.device)
+    _check.tensor(_OP, "cos_sin", cos_sin, (None, ROPE_DIM), (*_check.FLOATS, torch.float64), x.device)
     return support.resolve("rope", device=x.device, impl=impl)(x, positions, cos_sin, layout)
 
 

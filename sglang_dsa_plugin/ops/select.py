@@ -67,7 +67,7 @@ def topk_slots(
     _check_topk("select.topk_slots", scores, lengths, k, starts, init_tokens, local_tokens)
     _check_table("select.topk_slots", page_table, row_to_request, page_size, "lengths", lengths, 1)
     run = support.resolve("topk_slots", device=scores.device, impl=impl, k=k, rows=scores.shape[0])
-    return run(scores, lengths, k, page_table, row_to_request, page_size, starts, init_tokens, local_tokens)
+    return run(scores, lengths, k, starts, init_tokens, local_tokens, slots=(page_table, row_to_request, page_size))
 
 
 def topk_ragged(
@@ -88,7 +88,7 @@ def topk_ragged(
     _check_topk("select.topk_ragged", scores, lengths, k, starts, init_tokens, local_tokens)
     _check.index_tensor("select.topk_ragged", "offsets", offsets, (scores.shape[0],), scores.device)
     run = support.resolve("topk_ragged", device=scores.device, impl=impl, k=k, rows=scores.shape[0])
-    return run(scores, lengths, k, offsets, starts, init_tokens, local_tokens)
+    return run(scores, lengths, k, starts, init_tokens, local_tokens, offsets=offsets)
 
 
 def positions_to_slots(
@@ -110,13 +110,14 @@ def positions_to_slots(
     op = "select.positions_to_slots"
     _check.index_tensor(op, "positions", positions, (None, None))
     _check_table(op, page_table, row_to_request, page_size, "positions", positions, 0)
-    run = support.resolve("positions_to_slots", device=positions.device, impl=impl)
+    chosen = support.choose("positions_to_slots", device=positions.device, impl=impl).implementation
+    run = chosen.load()
     if out is None:
         return run(positions, page_table, row_to_request, page_size)
     _check.tensor(op, "out", out, tuple(positions.shape), (torch.int32,), positions.device, "positions")
     if not out.is_contiguous():
         _check.fail(op, "out", "contiguous", out)
-    if "out" in support.choose("positions_to_slots", device=positions.device, impl=impl).implementation.takes:
+    if "out" in chosen.takes:
         return run(positions, page_table, row_to_request, page_size, out=out)
     return out.copy_(run(positions, page_table, row_to_request, page_size))
 

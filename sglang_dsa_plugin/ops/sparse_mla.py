@@ -20,7 +20,6 @@ from sglang_dsa_plugin.cache.layouts import LATENT_DIM, ROPE_DIM, ROW_DIM
 from sglang_dsa_plugin.ops import _check, quant
 
 _OP = "sparse_mla"
-_FLOATS = (torch.bfloat16, torch.float32, torch.float16)
 
 
 def sparse_mla(
@@ -49,7 +48,7 @@ def sparse_mla(
     with_lse: False gives None instead of lse, which may save a launch.
     Raises ValueError for arguments that do not fit each other, or an `impl` that cannot run here.
     """
-    _check.tensor(_OP, "q", q, (None, None, ROW_DIM if q_rope is None else LATENT_DIM), _FLOATS)
+    _check.tensor(_OP, "q", q, (None, None, ROW_DIM if q_rope is None else LATENT_DIM), _check.FLOATS)
     rows, heads, _ = q.shape
     if q_rope is not None:
         _check.tensor(_OP, "q_rope", q_rope, (rows, heads, ROPE_DIM), (q.dtype,), q.device, "q")

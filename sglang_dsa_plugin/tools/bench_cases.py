@@ -217,7 +217,7 @@ def _attention_reference(inputs: Inputs) -> Any:
     return sparse_mla.reference(inputs.q, inputs.rows, inputs.slots, inputs.scale, inputs.layout, lengths=inputs.counts)
 
 
-def dense(sizes: Sizes, heads: int, quick: bool = False) -> Case:
+def dense(sizes: Sizes, heads: int) -> Case:
     """Dense attention of a prefill of k tokens on expanded keys and values, head sizes 192 and 128."""
     tokens = sizes.k
     work = floors.dense_mha(tokens, heads, 192, 128)
@@ -238,6 +238,5 @@ def dense(sizes: Sizes, heads: int, quick: bool = False) -> Case:
         lambda i, impl: dense_mha.dense_mha(i.q, i.k, i.v, i.cu, i.cu, i.scale, impl=impl, with_lse=False),
         rivals.DENSE,
         lambda i: dense_mha.reference(i.q, i.k, i.v, i.cu, i.cu, i.scale),
-        quick=quick,
         kind="attention",
     )

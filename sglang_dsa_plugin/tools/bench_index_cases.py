@@ -209,9 +209,9 @@ def prefill_selection(sizes: Sizes, tokens: int, quick: bool = False) -> Case:
     return _selection(sizes, sizes.prefill, tokens, "selection, prefill", f"{sizes.prefill} rows", True, quick)
 
 
-def ragged_selection(sizes: Sizes, tokens: int, quick: bool = False) -> Case:
+def ragged_selection(sizes: Sizes, tokens: int) -> Case:
     """The same into gathered rows: positions with an offset, no table."""
-    slots = prefill_selection(sizes, tokens, quick)
+    slots = prefill_selection(sizes, tokens)
     return Case(
         "selection, ragged prefill",
         slots.line,
@@ -222,7 +222,6 @@ def ragged_selection(sizes: Sizes, tokens: int, quick: bool = False) -> Case:
         lambda i, impl: select.topk_ragged(i.scores, i.lengths, sizes.k, i.offsets, impl=impl),
         rivals.TOPK_RAGGED,
         lambda i: select.reference(i.scores, i.lengths, sizes.k),
-        quick=quick,
         kind="picks",
     )
 

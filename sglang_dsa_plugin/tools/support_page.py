@@ -9,7 +9,6 @@ import torch
 
 from sglang_dsa_plugin import kernel_flags, plan, served_flags, support, tuned
 from sglang_dsa_plugin.support_row import ROW_STEPS
-from sglang_dsa_plugin.support_vendor import NOT_MEASURED
 
 # Compute capability (SM) -> GPUs that have it, for example.
 GPUS = {
@@ -159,8 +158,7 @@ def _by_name() -> Iterator[str]:
         if row.first is not None:
             where = "no" if row.by_name_only else row.first.words()
             where += "" if row.planned is None else f"; decode: {row.planned.words()}"
-            note = row.note.removesuffix(NOT_MEASURED)
-            cells = f"`{row.name}` | {row.sm_words()} | {row.limits()} | {where} | {note}"
+            cells = f"`{row.name}` | {row.sm_words()} | {row.limits()} | {where} | {row.note}"
             operators.setdefault(cells, []).append(row.operator)
     yield "\n".join(f"| {', '.join(names)} | {cells} |" for cells, names in operators.items()) + "\n"
 

@@ -72,6 +72,49 @@ def test_links_inside_the_repository_lead_somewhere(page):
         assert not anchor or path or anchor in headings, target
 
 
+def modules(folder):
+    return {file.stem for file in (ROOT / "sglang_dsa_plugin" / folder).glob("*.py")} - {"__init__"}
+
+
+def first_column(text):
+    """Names in the first column of the tables in `text`."""
+    return [name for row in re.findall(r"^\| (`.+?) \|", text, re.M) for name in re.findall(r"`(.+?)`", row)]
+
+
+def test_the_map_names_every_module_once_and_no_other():
+    page = (ROOT / "docs" / "files.md").read_text()
+    architecture = (ROOT / "docs" / "architecture.md").read_text()
+    parts = dict(re.findall(r"^## (\S+)/\n(.*?)(?=^## |\Z)", page, re.S | re.M))
+    parts["adapter/hooks"] = architecture.split("\n## Hooks\n")[1].split("\n## ")[0]
+    for folder, text in parts.items():
+        assert sorted(first_column(text)) == sorted(modules(folder)), folder
+    folders = {
+        str(file.parent.relative_to(ROOT / "sglang_dsa_plugin")) for file in ROOT.glob("sglang_dsa_plugin/**/*.py")
+    }
+    assert folders == {*parts, ".", "kernels"} and not modules("kernels")
+    beside = first_column(architecture.split("\n## The parts\n")[1].split("\n## ")[0])
+    assert sorted(name for name in beside if name.endswith(".py")) == sorted(f"{name}.py" for name in modules("."))
+
+
+def imported(file):
+    """Full names of what a module imports."""
+    package = file.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) - node.level + 1]) if node.level else []
+            base += [node.module] if node.module else []
+            yield from (".".join([*base, alias.name]) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_only_adapter_and_tools_import_sglang_and_only_tools_import_adapter():
+    for file in (ROOT / "sglang_dsa_plugin").rglob("*.py"):
+        if file.relative_to(ROOT / "sglang_dsa_plugin").parts[0] not in ("adapter", "tools"):
+            taken = [name for name in imported(file) if re.match(r"sglang(_dsa_plugin\.adapter)?(\.|$)", name)]
+            assert not taken, (file, taken)
+
+
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
 def test_config_files_hold_flags_of_sglang_and_say_whether_they_were_tried(config):
     import yaml

@@ -6,6 +6,7 @@ import torch
 from sglang_dsa_plugin import plan, support
 from sglang_dsa_plugin.cache.layouts import FP8
 from sglang_dsa_plugin.kernel_flags import KernelFlags
+from sglang_dsa_plugin.support_row import Where
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -172,7 +173,7 @@ def test_a_flag_of_one_phase_leaves_the_steps_of_the_other():
 
 
 def test_a_decode_graph_needs_every_step_to_be_recordable(monkeypatch):
-    slow = support.Implementation("sparse_mla", "slow", lambda: None, first=support.Where(min_rows=16))
+    slow = support.Implementation("sparse_mla", "slow", lambda: None, first=Where(min_rows=16))
     monkeypatch.setattr(support, "_ROWS", [slow, *support.rows()])
     support._choose.cache_clear()
     try:

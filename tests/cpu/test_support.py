@@ -8,15 +8,20 @@ import pytest
 import torch
 
 from sglang_dsa_plugin import support, support_row
-from sglang_dsa_plugin.support import Implementation, Where
+from sglang_dsa_plugin.support_row import MANY_ROWS, Implementation, Where
 
 
 @pytest.fixture
-def own_rows(monkeypatch):
-    """The table with its torch rows alone, to be added to."""
-    monkeypatch.setattr(support, "_ROWS", [row for row in support.rows("sparse_mla") if row.name == "torch"])
-    support._choose.cache_clear()
-    yield
+def with_fast(monkeypatch):
+    """with_fast(**features): the table has sparse attention by "fast", a row with these features, then by torch."""
+    torch_row = next(row for row in support.rows("sparse_mla") if row.name == "torch")
+
+    def put(**features) -> None:
+        fast = Implementation("sparse_mla", "fast", lambda: None, **features)
+        monkeypatch.setattr(support, "_ROWS", (fast, torch_row))
+        support._choose.cache_clear()
+
+    yield put
     support._choose.cache_clear()
 
 
@@ -72,7 +77,7 @@ def test_a_step_that_is_planned_has_a_choice_of_its_own(monkeypatch):
     def row(name, **features):
         return support.Implementation("index_select_paged", name, f"{name}:run", frozenset({"cuda"}), **features)
 
-    many, some = support.Where(min_rows=256), support.Where(min_rows=16, below_rows=64)
+    many, some = Where(min_rows=256), Where(min_rows=16, below_rows=64)
     table = [row("both", first=many, plans="both:plan", planned=some), row("first", first=many), row("last")]
     monkeypatch.setattr(support, "_ROWS", table)
     support._choose.cache_clear()
@@ -119,15 +124,15 @@ def test_deep_gemm_needs_a_toolkit_and_sglangs_leave(monkeypatch, tmp_path):
     assert why("deep_gemm").startswith("deep_gemm compiles at its first call, and there is no CUDA toolkit: no ")
 
 
-def test_a_package_counts_where_its_condition_holds(monkeypatch, own_rows):
+def test_a_package_counts_where_its_condition_holds(monkeypatch, with_fast):
     monkeypatch.setattr(support_row.importlib.util, "find_spec", lambda package: object())
     monkeypatch.setitem(support_row._CONDITIONS, "some", lambda: "is too old")
-    support.register(fast(package=("other", "some")), before="torch")
+    with_fast(package=("other", "some"))
     monkeypatch.setattr(support_row, "unusable", support_row.unusable.__wrapped__)
-    assert support.choose("sparse_mla", device="cpu").rejected == {"fast": "some is too old"}
+    assert "passed over: fast (some is too old)" in support.choose("sparse_mla", device="cpu").reason
     assert support.choose("sparse_mla", device="cpu", packages="all").name == "fast"
     missing = support.choose("sparse_mla", device="cpu", packages="none")
-    assert missing.rejected == {"fast": "other is not installed"}
+    assert "passed over: fast (other is not installed)" in missing.reason
 
 
 def test_unknown_names_are_mistakes_and_not_refusals():
@@ -138,10 +143,6 @@ def test_unknown_names_are_mistakes_and_not_refusals():
     ) as name:
         support.choose("topk", device="cpu", impl="numba")
     assert operator.type is name.type is ValueError
-
-
-def fast(**features) -> Implementation:
-    return Implementation("sparse_mla", "fast", lambda: None, **features)
 
 
 @pytest.mark.parametrize(
@@ -160,27 +161,20 @@ def fast(**features) -> Implementation:
         ({"package": "no_such_package"}, {"device": "cpu"}, "no_such_package is not installed"),
     ],
 )
-def test_a_row_that_cannot_serve_is_passed_over_with_its_reason(own_rows, features, asked, why):
-    support.register(fast(**features), before="torch")
+def test_a_row_that_cannot_serve_is_passed_over_with_its_reason(with_fast, features, asked, why):
+    with_fast(**features)
     choice = support.choose("sparse_mla", **asked)
     assert choice.name == "torch"
-    assert choice.rejected == {"fast": why} and why in choice.reason
+    assert choice.reason.endswith(f"; passed over: fast ({why})")
     with pytest.raises(support.NotServed, match="impl='fast' cannot run here"):
         support.choose("sparse_mla", impl="fast", **asked)
 
 
-def test_registering_puts_a_row_first_once(own_rows):
-    support.register(fast(), before="torch")
-    support.register(fast(), before="torch")
-    assert [row.name for row in support.rows("sparse_mla")] == ["fast", "torch"]
-    assert support.choose("sparse_mla", device="cpu").name == "fast"
-
-
-def test_a_kernel_for_many_rows_is_left_out_below_unless_asked_for(own_rows):
-    support.register(fast(first=Where(min_rows=support.MANY_ROWS)), before="torch")
-    few, many = support.MANY_ROWS - 1, support.MANY_ROWS
+def test_a_kernel_for_many_rows_is_left_out_below_unless_asked_for(with_fast):
+    with_fast(first=Where(min_rows=MANY_ROWS))
+    few, many = MANY_ROWS - 1, MANY_ROWS
     assert support.choose("sparse_mla", device="cpu", rows=few).name == "torch"
-    assert support.choose("sparse_mla", device="cpu", rows=few).rejected == {"fast": f"worth it from {many} rows on"}
+    assert f"fast (worth it from {many} rows on)" in support.choose("sparse_mla", device="cpu", rows=few).reason
     assert support.choose("sparse_mla", device="cpu", rows=many).name == "fast"
     assert support.choose("sparse_mla", device="cpu", rows=few, impl="fast").name == "fast"
 
@@ -273,7 +267,7 @@ def test_kernels_in_cuda_cpp_want_a_compiler(monkeypatch):
         cached.cache_clear()
     choice = support.choose("sparse_mla", **features)
     assert support_row.unusable("cuda.core") is not None
-    assert choice.name == "triton" and "finds no NVRTC to compile with: libnvrtc" in choice.rejected["cuda"]
+    assert choice.name == "triton" and "finds no NVRTC to compile with: libnvrtc" in choice.reason
     for cached in (support_row.unusable, support._choose, support._measured):
         cached.cache_clear()
 

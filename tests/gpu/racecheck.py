@@ -4,7 +4,7 @@ known to be none, or did not report all.
     python -m tests.gpu.racecheck race.*
 
 racecheck follows threads that arrive on an mbarrier each for itself. Where one thread arrives for others that a warp's
-or a group's barrier ordered before it, it reports a race, whether that barrier is there or not (docs/architecture.md).
+or a group's barrier ordered before it, it reports a race, whether that barrier is there or not (docs/racecheck.md).
 Our CUDA C++ kernels are or can be built without such hand-overs. Gluon's `mbarrier.arrive` is always one thread's, so
 what it hands over stands here, as the pairs of source lines that touch it. That every such arrival has its barrier is
 read from the compiled kernels (tests/cpu/kernels/test_sparse_mla_compiles.py).

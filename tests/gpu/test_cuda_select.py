@@ -124,14 +124,14 @@ def test_what_the_kernel_cannot_take_goes_to_triton(monkeypatch):
     monkeypatch.setattr(
         cuda_select.triton_select, "select_rows", lambda *given, **more: taken.append(1) or triton(*given, **more)
     )
-    assert torch.equal(cuda_select.topk(exact, lengths, K, None, 0, 0), want) and len(taken) == 1
-    assert torch.equal(cuda_select.topk(spread, lengths, K, None, 0, 0), want) and len(taken) == 1
+    assert torch.equal(cuda_select.select_rows(exact, lengths, K, None, 0, 0), want) and len(taken) == 1
+    assert torch.equal(cuda_select.select_rows(spread, lengths, K, None, 0, 0), want) and len(taken) == 1
     # 8000 / 4 pages of one position are in a block's stretch, which is fine; 40000 / 8 are too many, and 3000000 for
     # select_many.cu, too, which keeps none.
     table = torch.arange(3000000, device="cuda").flip(0).view(1, -1)
     owner = torch.zeros(3, dtype=torch.int64, device="cuda")
     for width, launches in ((8000, 1), (40000, 1), (3000000, 2)):
         scores, lengths = selection_inputs.scores("normal", 3, width, generator()), lengths_of(width, 3)
-        got = cuda_select.topk_slots(scores, lengths, K, table, owner, 1, None, 0, 0)
+        got = cuda_select.select_rows(scores, lengths, K, None, 0, 0, slots=(table, owner, 1))
         picks = selection_checks.by_sorting(scores, lengths, K)
         assert torch.equal(got, torch.where(picks >= 0, 2999999 - picks, -1)) and len(taken) == launches

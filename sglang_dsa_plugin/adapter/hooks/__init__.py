@@ -18,8 +18,7 @@ MODULES = (
 )
 
 
-def register_all() -> list[str]:
-    """Queue every hook that applies to this process; returns one status line per module ("name: applied" or "name: not
-    needed, why").
-    """
-    return [f"{name}: {import_module(f'{__name__}.{name}').register()}" for name in MODULES]
+def register_all() -> None:
+    """Queue every hook that applies to this process."""
+    for name in MODULES:
+        import_module(f"{__name__}.{name}").register()

@@ -38,11 +38,10 @@ DSA_NAMES = ("dsa", "nsa")
 FUSED_OPS = "SGLANG_FORCE_FUSED_OP_BACKEND"
 
 
-def register() -> str:
+def register() -> None:
     """Queue the step hook, and have what it refuses told in one line."""
     refusals.print_in_one_line()
     register_resolution_hook("handle_model_specific_adjustments")(adjust)
-    return "applied"
 
 
 def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:

@@ -13,10 +13,9 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 _ATTENTION = "sglang.srt.layers.attention"
 
 
-def register() -> str:
+def register() -> None:
     """Queue the replacements; SGLang applies them after all plugins have registered."""
     from sglang_dsa_plugin.adapter import selfcheck
 
     for target, replacement in selfcheck.replacements().items():
         HookRegistry.register(f"{_ATTENTION}.{target}", replacement, HookType.REPLACE)
-    return "applied"

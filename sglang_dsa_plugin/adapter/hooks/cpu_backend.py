@@ -28,15 +28,13 @@ BIND = "SGLANG_CPU_OMP_THREADS_BIND"
 COMPILE = "TORCH_COMPILE_DISABLE"
 
 
-def register() -> str:
+def register() -> None:
     """Queue the step hook where the CPU platform is ours."""
-    from sglang_dsa_plugin.adapter.platform import CPU_PLATFORM, choose_platform
+    from sglang_dsa_plugin.adapter.platform import CPU_PLATFORM, activate
 
-    path, reason = choose_platform()
-    if path != CPU_PLATFORM:
-        return f"not needed, {reason}"
+    if activate() != CPU_PLATFORM:
+        return
     register_resolution_hook("handle_cpu_backends")(choose_backend)
-    return "applied"
 
 
 def choose_backend(server_args: Any, previous: Callable[[Any], None]) -> None:

@@ -14,19 +14,17 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 
-def register() -> str:
+def register() -> None:
     """Queue the hook where the CPU platform is ours."""
-    from sglang_dsa_plugin.adapter.platform import CPU_PLATFORM, choose_platform
+    from sglang_dsa_plugin.adapter.platform import CPU_PLATFORM, activate
 
-    path, reason = choose_platform()
-    if path != CPU_PLATFORM:
-        return f"not needed, {reason}"
+    if activate() != CPU_PLATFORM:
+        return
     HookRegistry.register(
         "sglang.srt.model_executor.model_runner_components.moe_ep_setup.check_quantized_moe_compatibility",
         without_blocks,
         HookType.AROUND,
     )
-    return "applied"
 
 
 def without_blocks(original: Callable[..., None], *, model_config: Any, **sizes: Any) -> None:

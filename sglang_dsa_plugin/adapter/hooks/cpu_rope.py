@@ -13,10 +13,9 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 
-def register() -> str:
+def register() -> None:
     """Queue the hook."""
     HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", without_scaling, HookType.AROUND)
-    return "applied"
 
 
 def without_scaling(

@@ -21,10 +21,9 @@ from sglang_dsa_plugin.adapter import state
 TARGET = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.forward_native"
 
 
-def register() -> str:
+def register() -> None:
     """Queue the hook."""
     HookRegistry.register(TARGET, scaled, HookType.AROUND)
-    return "applied"
 
 
 def scaled(original: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:

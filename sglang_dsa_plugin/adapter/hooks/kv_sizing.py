@@ -21,7 +21,7 @@ from sglang_dsa_plugin.cache.layouts import FP8, index_token_bytes
 from sglang_dsa_plugin.config import is_dsa_config
 
 
-def register() -> str:
+def register() -> None:
     """Queue the hooks."""
     HookRegistry.register(
         "sglang.srt.mem_cache.kv_cache_configurator.calculate_mla_kv_cache_dim", row_width, HookType.AROUND
@@ -36,7 +36,6 @@ def register() -> str:
         without_scores,
         HookType.AROUND,
     )
-    return "applied"
 
 
 def row_width(original: Callable[..., int], *, model_config: Any, kv_cache_dtype: torch.dtype) -> int:

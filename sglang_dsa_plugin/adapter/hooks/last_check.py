@@ -19,10 +19,9 @@ from sglang_dsa_plugin.adapter.hooks import arguments
 from sglang_dsa_plugin.config import is_dsa_config
 
 
-def register() -> str:
+def register() -> None:
     """Queue the step hook."""
     register_resolution_hook("validate_deepep_v2_dispatch_token_budget")(check)
-    return "applied"
 
 
 def check(server_args: Any, previous: Callable[[Any], None]) -> None:

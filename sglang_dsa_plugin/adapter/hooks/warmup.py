@@ -49,10 +49,9 @@ _LONG = 17 * 1024
 _LONGEST = 36 * 1024
 
 
-def register() -> str:
+def register() -> None:
     """Queue the step hook."""
     register_resolution_hook("handle_other_validations")(declare)
-    return "applied"
 
 
 def declare(server_args: Any, previous: Callable[[Any], None]) -> None:

@@ -32,11 +32,10 @@ _LEAVES_S = 10.0  # until a process that was killed has given back its memory
 _memory: int | None = None
 
 
-def register() -> str:
+def register() -> None:
     """Queue the hooks."""
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", in_worker, HookType.AROUND)
     HookRegistry.register("sglang.srt.entrypoints.engine._wait_for_scheduler_ready", in_launcher, HookType.AROUND)
-    return "applied"
 
 
 def listen() -> None:

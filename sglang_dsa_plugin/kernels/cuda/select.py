@@ -52,48 +52,6 @@ def fastest_rows(
     return run(scores, lengths, k, starts, init_tokens, local_tokens, slots=slots, **more)
 
 
-def topk(
-    scores: torch.Tensor,
-    lengths: torch.Tensor,
-    k: int,
-    starts: torch.Tensor | None,
-    init_tokens: int,
-    local_tokens: int,
-) -> torch.Tensor:
-    """`ops.select.topk`."""
-    return select_rows(scores, lengths, k, starts, init_tokens, local_tokens)
-
-
-def topk_slots(
-    scores: torch.Tensor,
-    lengths: torch.Tensor,
-    k: int,
-    page_table: torch.Tensor,
-    row_to_request: torch.Tensor,
-    page_size: int,
-    starts: torch.Tensor | None,
-    init_tokens: int,
-    local_tokens: int,
-) -> torch.Tensor:
-    """`ops.select.topk_slots` in the same pass."""
-    return select_rows(
-        scores, lengths, k, starts, init_tokens, local_tokens, slots=(page_table, row_to_request, page_size)
-    )
-
-
-def topk_ragged(
-    scores: torch.Tensor,
-    lengths: torch.Tensor,
-    k: int,
-    offsets: torch.Tensor,
-    starts: torch.Tensor | None,
-    init_tokens: int,
-    local_tokens: int,
-) -> torch.Tensor:
-    """`ops.select.topk_ragged` in the same pass."""
-    return select_rows(scores, lengths, k, starts, init_tokens, local_tokens, offsets=offsets)
-
-
 def select_rows(
     scores: torch.Tensor,
     lengths: torch.Tensor,

@@ -59,9 +59,9 @@ class Operands:
 
 
 def aligned(q: torch.Tensor) -> torch.Tensor:
-    """q, or a copy of it: every head on a 16-byte bound."""
+    """q [R, H, D] of 16 bits, or a copy of it: every head on a 16-byte bound."""
     whole = q.stride(2) == 1 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0 and q.data_ptr() % 16 == 0
-    return q if whole else q.contiguous().clone() if q.data_ptr() % 16 else q.contiguous()
+    return q if whole else q.clone(memory_format=torch.contiguous_format)
 
 
 def writable(out: torch.Tensor) -> bool:

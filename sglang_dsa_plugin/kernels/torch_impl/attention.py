@@ -1,10 +1,15 @@
-"""The two steps of attention that sparse and dense share, in f32."""
+"""What sparse, dense and masked attention share, in f32: the size of a tile, and its two steps."""
 
 from __future__ import annotations
 
 import torch
 
 from sglang_dsa_plugin.kernels.torch_impl import workspace
+
+
+def tile_values(device: torch.device, per_thread: int = 1 << 20) -> int:
+    """f32 values of a tile alive at once; on a CPU for each thread, so that they stay in its share of the cache."""
+    return per_thread * torch.get_num_threads() if device.type == "cpu" else 64 << 20
 
 
 def scaled_scores(q: torch.Tensor, k_t: torch.Tensor, scale: float) -> torch.Tensor:

@@ -11,12 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_dsa_plugin.kernels.torch_impl.attention import scaled_scores, softmax_and_lse
+from sglang_dsa_plugin.kernels.torch_impl.attention import scaled_scores, softmax_and_lse, tile_values
 
 _TILE_QUERIES = 128
-# Scores of a tile alive at once, in f32 values: on a CPU per thread, so that they stay in its share of the cache.
-_CPU_TILE_VALUES_PER_THREAD = 1 << 20
-_GPU_TILE_VALUES = 64 << 20
 # Requests up to this size are padded to powers of two and run together.
 _SHORT_QUERIES, _SHORT_KEYS = 64, 256
 
@@ -44,7 +41,7 @@ def dense_mha(
     if out is None:
         out = torch.empty(tokens, heads, v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
-    budget = _GPU_TILE_VALUES if q.is_cuda else _CPU_TILE_VALUES_PER_THREAD * torch.get_num_threads()
+    budget = tile_values(q.device)  # of scores
     short: dict[tuple[int, int], list[_Request]] = {}
     for request in _requests(cu_q, cu_k, out, lse):
         if request.queries <= _SHORT_QUERIES and request.keys <= _SHORT_KEYS:

@@ -8,8 +8,6 @@ The block is the only place where the head axis meets keys, and its size is a co
 cache, so relu and head sum cost no memory traffic. Keys come in multiples of 64 (padded with zeros, or with what else
 is in the page): then, on the CPU, a score depends on its row and key alone, not on the tile, its neighbours or the
 batch (matmul.py says why).
-
-Only the CUDA-graph path (`paged_captured`) never reads lengths on the host; it scores the whole width for every row.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import torch
 from torch.nn.functional import pad
 
 from ...cache.layouts import FP8, INDEX_DIM, PAGE_SIZE
-from . import matmul
+from . import matmul, quant
 
 _ALIGN = 64
 _BLOCK_ELEMENTS = 1 << 20  # f32 elements of a block: 4 MiB
@@ -63,9 +61,6 @@ def paged(
     width: int | None,
 ) -> torch.Tensor:
     """q [R, H, 128], pages, gate [R, H], lengths [R], page_table [B, n], row_to_request [R] -> f32 [R, width]."""
-    if capturing(q.device):
-        width = page_table.shape[1] * PAGE_SIZE if width is None else width
-        return paged_captured(q, pages, gate, lengths, page_table, row_to_request, width)
     sizes, requests = torch.stack((lengths.long(), row_to_request.long())).tolist()
     width = max(sizes, default=0) if width is None else width
     scores = torch.empty((q.shape[0], width), dtype=torch.float32, device=q.device)
@@ -73,11 +68,6 @@ def paged(
         load = paged_keys(pages, page_table[requests[first]])
         score_rows(scores[first:last], q[first:last], gate[first:last], sizes[first:last], load)
     return scores
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being recorded, where nothing may be read on the host."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def windows(start: torch.Tensor, end: torch.Tensor) -> tuple[list[int], list[int]]:
@@ -209,54 +199,5 @@ def _unpack(taken: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
 def _widen(x: torch.Tensor) -> torch.Tensor:
     """x without loss in a dtype that the device multiplies into f32: f32 on the CPU, elsewhere 16 bits if they do."""
     if x.device.type == "cpu":
-        return to_float(x)
+        return quant.widen_e4m3(x) if x.dtype == FP8 else x.float()
     return x.bfloat16() if x.dtype == FP8 else x
-
-
-def to_float(x: torch.Tensor) -> torch.Tensor:
-    """x as f32, exactly; x itself when it is f32 already.
-
-    e4m3 on the CPU takes a detour, ten times as fast as torch's conversion: its bits, moved into a float16, read as the
-    value times 2^-8 (exact, subnormals included). Only NaN has no such image, so a tensor that holds one goes without.
-    """
-    if x.dtype != FP8 or x.device.type != "cpu" or x.numel() == 0:
-        return x.float()
-    raw = x.view(torch.int8)
-    if int((raw & 0x7F).max()) == 0x7F:
-        return x.float()
-    halves = raw.to(torch.int16).mul_(128).bitwise_and_(-0x4001)  # the sign spreads to bit 14; clear it there
-    return halves.view(torch.float16).float().mul_(256.0)
-
-
-def paged_captured(
-    q: torch.Tensor,
-    pages: torch.Tensor,
-    gate: torch.Tensor,
-    lengths: torch.Tensor,
-    page_table: torch.Tensor,
-    row_to_request: torch.Tensor,
-    width: int,
-) -> torch.Tensor:
-    """`paged` with every row gathering its own pages, in shapes known on the host."""
-    rows, heads, _ = q.shape
-    inside = torch.arange(width, device=q.device) < lengths.unsqueeze(1)
-    scores = torch.empty((rows, width), dtype=torch.float32, device=q.device)
-    tables = page_table.index_select(0, row_to_request).clamp(0, pages.shape[0] - 1)  # junk past the length is masked
-    elements = _BLOCK_ELEMENTS_CUDA // max(heads, INDEX_DIM)
-    row_tile = max(1, min(rows, elements // PAGE_SIZE))
-    key_tile = max(1, elements // row_tile // PAGE_SIZE) * PAGE_SIZE
-    for top in range(0, rows, row_tile):
-        tile = slice(top, top + row_tile)
-        for column in range(0, width, key_tile):
-            taken = tables[tile, column // PAGE_SIZE : -(-min(column + key_tile, width) // PAGE_SIZE)]
-            keys, scales = _unpack(pages[taken])
-            keys = keys.flatten(1, 2).mT
-            dots = torch.empty((len(keys), heads, keys.shape[2]), dtype=torch.float32, device=q.device)
-            matmul.multiply(_widen(q[tile]), keys, dots, q.dtype)
-            part = _head_sum(dots, gate[tile])
-            if scales is not None:
-                part *= scales.flatten(1)
-            target = scores[tile, column : column + key_tile]
-            mask = inside[tile, column : column + key_tile]
-            target.copy_(torch.where(mask, part[:, : target.shape[1]], -torch.inf))
-    return scores

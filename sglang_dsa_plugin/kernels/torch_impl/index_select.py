@@ -48,60 +48,13 @@ def paged(
     slots: bool = False,
 ) -> torch.Tensor:
     """q [R, H, 128], pages, gate [R, H], lengths [R], page_table, row_to_request [R] -> picks int32 [R, topk]."""
-    run = _paged_captured if index_scores.capturing(q.device) else _paged_read
-    picks = run(q, pages, gate, lengths, page_table, row_to_request, topk, init_tokens, local_tokens, budget_bytes)
-    return select.positions_to_slots(picks, page_table, row_to_request, PAGE_SIZE) if slots else picks
-
-
-def _paged_read(
-    q: torch.Tensor,
-    pages: torch.Tensor,
-    gate: torch.Tensor,
-    lengths: torch.Tensor,
-    page_table: torch.Tensor,
-    row_to_request: torch.Tensor,
-    topk: int,
-    init_tokens: int,
-    local_tokens: int,
-    budget_bytes: int,
-) -> torch.Tensor:
-    """`paged` with lengths and requests read on the host."""
     sizes, requests = torch.stack((lengths.long(), row_to_request.long())).tolist()
 
     def keys_of(group: int) -> index_scores.LoadKeys:
         return index_scores.paged_keys(pages, page_table[group])
 
-    return _select(q, gate, lengths, sizes, requests, keys_of, topk, init_tokens, local_tokens, budget_bytes)
-
-
-def _paged_captured(
-    q: torch.Tensor,
-    pages: torch.Tensor,
-    gate: torch.Tensor,
-    lengths: torch.Tensor,
-    page_table: torch.Tensor,
-    row_to_request: torch.Tensor,
-    topk: int,
-    init_tokens: int,
-    local_tokens: int,
-    budget_bytes: int,
-) -> torch.Tensor:
-    """`paged` without reading lengths on the host: every row is scored over the width of the page table."""
-    width = page_table.shape[1] * PAGE_SIZE
-    if 4 * width > budget_bytes:
-        raise ValueError(
-            f"index_select.paged: budget_bytes must be at least {4 * width} in a CUDA graph, for one row of "
-            f"the page table (got {budget_bytes}): raise it or capture with a narrower page table"
-        )
-    picks = torch.empty((len(q), topk), dtype=torch.int32, device=q.device)
-    tile = max(1, budget_bytes // max(1, 4 * width))
-    for top in range(0, len(q), tile):
-        part = slice(top, top + tile)
-        scores = index_scores.paged_captured(
-            q[part], pages, gate[part], lengths[part], page_table, row_to_request[part], width
-        )
-        picks[part] = select.topk(scores, lengths[part], topk, None, init_tokens, local_tokens)
-    return picks
+    picks = _select(q, gate, lengths, sizes, requests, keys_of, topk, init_tokens, local_tokens, budget_bytes)
+    return select.positions_to_slots(picks, page_table, row_to_request, PAGE_SIZE) if slots else picks
 
 
 def _select(

@@ -13,14 +13,11 @@ import math
 import torch
 
 from sglang_dsa_plugin.kernels.torch_impl import workspace
-from sglang_dsa_plugin.kernels.torch_impl.attention import scaled_scores, softmax_and_lse
+from sglang_dsa_plugin.kernels.torch_impl.attention import scaled_scores, softmax_and_lse, tile_values
 
 # Wider than a dense tile: there is little to skip past the diagonal, and larger products run faster (measured: 256
 # queries take 8 % less time than 128).
 _TILE_QUERIES = 256
-# Scores of a tile alive at once, in f32 values; on a CPU per thread.
-_CPU_TILE_VALUES_PER_THREAD = 1 << 20
-_GPU_TILE_VALUES = 64 << 20
 # The mask is made for as many queries as fit this, in f32 values, and shared by all heads.
 _MASK_VALUES = 8 << 20
 
@@ -61,7 +58,7 @@ def _block(
 ) -> None:
     """Queries q [n, H, Dqk] of one request with keys k [s, H, Dqk]."""
     queries, heads, _ = q.shape
-    budget = _GPU_TILE_VALUES if q.is_cuda else _CPU_TILE_VALUES_PER_THREAD * torch.get_num_threads()
+    budget = tile_values(q.device)  # of scores
     picked = _Picked(picks, k.shape[0])
     rows = min(queries, _TILE_QUERIES, max(1, budget // max(1, k.shape[0])))
     ends = [picked.end(at, at + rows) for at in range(0, queries, rows)]

@@ -47,33 +47,28 @@ def topk(
     return _topk_device(scores, lengths, k)
 
 
-def topk_slots(
+def select_rows(
     scores: torch.Tensor,
     lengths: torch.Tensor,
     k: int,
-    page_table: torch.Tensor,
-    row_to_request: torch.Tensor,
-    page_size: int,
     starts: torch.Tensor | None,
     init_tokens: int,
     local_tokens: int,
+    *,
+    slots: tuple[torch.Tensor, torch.Tensor, int] | None = None,
+    offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`topk`, then slots: int32 [R, k]."""
-    picks = topk(scores, lengths, k, starts, init_tokens, local_tokens)
-    return positions_to_slots(picks, page_table, row_to_request, page_size)
+    """`topk`, then slots by (page_table, row_to_request, page_size) or offsets, if given: int32 [R, k]."""
+    return as_asked(topk(scores, lengths, k, starts, init_tokens, local_tokens), slots, offsets)
 
 
-def topk_ragged(
-    scores: torch.Tensor,
-    lengths: torch.Tensor,
-    k: int,
-    offsets: torch.Tensor,
-    starts: torch.Tensor | None,
-    init_tokens: int,
-    local_tokens: int,
+def as_asked(
+    picks: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor, int] | None, offsets: torch.Tensor | None
 ) -> torch.Tensor:
-    """`topk`, then offsets: int32 [R, k]."""
-    return add_offsets(topk(scores, lengths, k, starts, init_tokens, local_tokens), offsets)
+    """picks as slots by (page_table, row_to_request, page_size), with offsets added, or as they are: int32 [R, k]."""
+    if slots is not None:
+        return positions_to_slots(picks, *slots)
+    return picks if offsets is None else add_offsets(picks, offsets)
 
 
 def add_offsets(picks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

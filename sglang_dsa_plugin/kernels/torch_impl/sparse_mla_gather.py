@@ -11,11 +11,10 @@ import torch
 
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM, ROW_DIM
 from sglang_dsa_plugin.kernels.torch_impl import quant, workspace
-from sglang_dsa_plugin.kernels.torch_impl.attention import scaled_scores, softmax_and_lse
+from sglang_dsa_plugin.kernels.torch_impl.attention import scaled_scores, softmax_and_lse, tile_values
 
-# Latents and scores of a tile, in f32 values: on a CPU about a core's share of the last-level cache for each thread.
-_GPU_TILE_VALUES = 64 << 20
-_CPU_TILE_VALUES_PER_THREAD = 2 << 20
+# Latents and scores of a tile: about a core's share of the last-level cache.
+_VALUES_PER_THREAD = 2 << 20
 
 
 class Source:
@@ -56,7 +55,7 @@ def run(
 
     ok: bool [R, K], which picks count; None when all do (then none is looked at twice).
     """
-    budget = _GPU_TILE_VALUES if q.is_cuda else _CPU_TILE_VALUES_PER_THREAD * torch.get_num_threads()
+    budget = tile_values(q.device, _VALUES_PER_THREAD)
     step = max(1, budget // (slots.shape[1] * (ROW_DIM + 2 * q.shape[1])))
     if step >= q.shape[0]:
         _tile(q, source, slots, ok, scale, sink, out, lse)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .index_scores_parts import head_sum, load_keys, load_queries, window_of
-from .index_tables import STREAM_FEW_ROWS
+from .index_tables import FILLED_COLUMNS, STREAM_FEW_ROWS
 from .pdl import let_next_start, wait_for_earlier
 
 NEVER = tl.constexpr(2**31 - 1)
@@ -20,7 +20,7 @@ NEVER = tl.constexpr(2**31 - 1)
 # at once 47.2 / 63.1 / 125.8, as here 45.3 / 59.2 / 121.8.
 FEW_ROWS = tl.constexpr(STREAM_FEW_ROWS)
 SELECTED_BY_FEW_BLOCKS = tl.constexpr(4)
-FILLED = tl.constexpr(1024)  # columns that are filled at a time
+FILLED = tl.constexpr(FILLED_COLUMNS)
 
 
 @triton.jit(do_not_specialize=["table_stride", "rows", "key_tiles"])  # they change from batch to batch

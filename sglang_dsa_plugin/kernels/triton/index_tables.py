@@ -137,7 +137,7 @@ class ScoreTiles:
 
 _STREAM_ROWS = 1024  # the streaming kernel plans all rows in every program
 _STREAM_ROWS_PER_REQUEST = 4
-_FILLED = 1024  # columns that a program fills at a time: FILLED of index_scores_kernels.py
+FILLED_COLUMNS = 1024  # that a program fills at a time
 _FILL_PER_PROCESSOR = 8
 STREAM_FEW_ROWS = 16  # up to which other numbers are the fastest, and programs wait to let a selection start
 
@@ -213,7 +213,7 @@ def walk_tiles(gpu: Gpu, kind: str, heads: int, rows: int, width: int) -> ScoreT
 
 def fill_programs(gpu: Gpu, rows: int, width: int) -> int:
     """Programs that fill the columns past a row's window: several where rows are too few to occupy the GPU."""
-    return max(1, min(-(-width // _FILLED), _FILL_PER_PROCESSOR * gpu.processors // max(1, rows)))
+    return max(1, min(-(-width // FILLED_COLUMNS), _FILL_PER_PROCESSOR * gpu.processors // max(1, rows)))
 
 
 def head_period(gpu: Gpu) -> int:

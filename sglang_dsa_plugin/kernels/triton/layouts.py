@@ -86,7 +86,7 @@ def decode_words(words, DECODE: tl.constexpr):
     """int32 [n, w] of four e4m3 codes a word, the first in the low byte -> bf16 [n, 4 * w], exact; NaN stays NaN.
 
     DECODE: "cvt" converts in hardware (SM89 and newer), "bits" with packed integer instructions (any NVIDIA GPU from
-    SM80), "ops" with plain Triton operations (AMD, and the interpreter).
+    SM80), "ops" with plain Triton operations (the interpreter).
     """
     if DECODE == "cvt":
         b0, b1, b2, b3 = tl.inline_asm_elementwise(

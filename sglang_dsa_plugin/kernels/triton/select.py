@@ -10,8 +10,7 @@ Steps 2 and 3 decide only how long the list is: if too few scores passed, the ro
 So the result is exact and the same on every run, whatever the sample says. With few rows, several programs stream one
 row, and the last to finish does step 4 on all their lists; an integer ticket tells it that it is the last.
 
-Slots or offsets are applied as the picks are written (`topk_slots`, `topk_ragged`), and slots can be written beside the
-positions.
+Slots or offsets are applied as the picks are written, and slots can be written beside the positions.
 """
 
 from __future__ import annotations
@@ -54,48 +53,6 @@ def positions_to_slots(
     return slots
 
 
-def topk(
-    scores: torch.Tensor,
-    lengths: torch.Tensor,
-    k: int,
-    starts: torch.Tensor | None,
-    init_tokens: int,
-    local_tokens: int,
-) -> torch.Tensor:
-    """`ops.select.topk`; k up to 4096."""
-    return select_rows(scores, lengths, k, starts, init_tokens, local_tokens)
-
-
-def topk_slots(
-    scores: torch.Tensor,
-    lengths: torch.Tensor,
-    k: int,
-    page_table: torch.Tensor,
-    row_to_request: torch.Tensor,
-    page_size: int,
-    starts: torch.Tensor | None,
-    init_tokens: int,
-    local_tokens: int,
-) -> torch.Tensor:
-    """`ops.select.topk_slots` in the same pass."""
-    return select_rows(
-        scores, lengths, k, starts, init_tokens, local_tokens, slots=(page_table, row_to_request, page_size)
-    )
-
-
-def topk_ragged(
-    scores: torch.Tensor,
-    lengths: torch.Tensor,
-    k: int,
-    offsets: torch.Tensor,
-    starts: torch.Tensor | None,
-    init_tokens: int,
-    local_tokens: int,
-) -> torch.Tensor:
-    """`ops.select.topk_ragged` in the same pass."""
-    return select_rows(scores, lengths, k, starts, init_tokens, local_tokens, offsets=offsets)
-
-
 def select_rows(
     scores: torch.Tensor,
     lengths: torch.Tensor,
@@ -111,8 +68,9 @@ def select_rows(
     tickets: torch.Tensor | None = None,
     tiles: index_tables.SelectTiles | None = None,
 ) -> torch.Tensor:
-    """All forms of the selection. slots: (page_table, row_to_request, page_size); out: contiguous int32 [R, k].
-    slots_out: the same, where slots go while positions are returned.
+    """`ops.select.topk`, k up to 4096; in the same pass `topk_slots` with slots, which are (page_table, row_to_request,
+    page_size), and `topk_ragged` with offsets. out: contiguous int32 [R, k]. slots_out: the same, where slots go while
+    positions are returned.
 
     Reads nothing on the host. tickets: int32 [R], zeros, where the caller has them at no cost. tiles: for tests.
     """

@@ -1,4 +1,4 @@
-"""Sparse MLA over gathered rows, portable Triton: any NVIDIA GPU from SM80, and AMD.
+"""Sparse MLA over gathered rows, portable Triton: any NVIDIA GPU from SM80.
 
     s = scale * q . row;  p = exp(s - max);  out = sum p * row[:512] / sum p        per head, over the picks of a query
 

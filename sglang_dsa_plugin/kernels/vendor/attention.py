@@ -49,13 +49,6 @@ def picks_in_front(
     return slot_prefix(slots, cached, lengths, fill, multiple, never_empty)
 
 
-def aligned(q: torch.Tensor) -> torch.Tensor:
-    """q [R, H, D] of 16 bits, or a copy of it where not every head lies on a 16-byte bound."""
-    if q.stride(2) == 1 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0 and q.data_ptr() % 16 == 0:
-        return q
-    return q.clone(memory_format=torch.contiguous_format)
-
-
 def whole_pages(kv_rows: torch.Tensor) -> torch.Tensor:
     """kv_rows [N, width] as pages [P, 64, width]. A view where N is a multiple of 64, as in a server's pool; other
     caches are copied with rows of zeros behind them, which no slot names.

@@ -24,6 +24,7 @@ import math
 import torch
 
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM, ROPE_DIM
+from sglang_dsa_plugin.kernels.cuda.sparse_mla_operands import aligned
 
 from . import attention
 
@@ -99,10 +100,10 @@ def sparse_mla(
     if out is not None and out.is_contiguous() and out.data_ptr() % 16 == 0:
         target = out.unsqueeze(1)
     result, lse, *_ = flash_attn_with_kvcache(
-        q=attention.aligned(rope).unsqueeze(1),
+        q=aligned(rope).unsqueeze(1),
         k_cache=pages[..., LATENT_DIM:],
         v_cache=pages[..., :LATENT_DIM],
-        qv=attention.aligned(q[..., :LATENT_DIM]).unsqueeze(1),
+        qv=aligned(q[..., :LATENT_DIM]).unsqueeze(1),
         page_table=picked,
         cache_seqlens=counts,
         softmax_scale=scale,

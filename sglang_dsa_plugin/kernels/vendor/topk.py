@@ -19,8 +19,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import pad
 
-from sglang_dsa_plugin.kernels.torch_impl.select import add_offsets
-from sglang_dsa_plugin.kernels.torch_impl.select import positions_to_slots as plain_slots
+from sglang_dsa_plugin.kernels.torch_impl.select import as_asked
 
 _LOWEST = torch.finfo(torch.float32).min
 _LOW_POSITIONS = 1  # FlashInfer's number for a tie that goes to the smaller index
@@ -62,37 +61,20 @@ def topk(
     return torch.where(lengths <= k, whole, torch.where(found == last, -1, found))
 
 
-def topk_slots(
+def select_rows(
     scores: torch.Tensor,
     lengths: torch.Tensor,
     k: int,
-    page_table: torch.Tensor,
-    row_to_request: torch.Tensor,
-    page_size: int,
     starts: torch.Tensor | None,
     init_tokens: int,
     local_tokens: int,
     *,
+    slots: tuple[torch.Tensor, torch.Tensor, int] | None = None,
+    offsets: torch.Tensor | None = None,
     by: str,
 ) -> torch.Tensor:
-    """`topk`, then slots: int32 [R, k]."""
-    picks = topk(scores, lengths, k, starts, init_tokens, local_tokens, by=by)
-    return plain_slots(picks, page_table, row_to_request, page_size)
-
-
-def topk_ragged(
-    scores: torch.Tensor,
-    lengths: torch.Tensor,
-    k: int,
-    offsets: torch.Tensor,
-    starts: torch.Tensor | None,
-    init_tokens: int,
-    local_tokens: int,
-    *,
-    by: str,
-) -> torch.Tensor:
-    """`topk`, then offsets: int32 [R, k]."""
-    return add_offsets(topk(scores, lengths, k, starts, init_tokens, local_tokens, by=by), offsets)
+    """`topk`, then slots by (page_table, row_to_request, page_size) or offsets, if given: int32 [R, k]."""
+    return as_asked(topk(scores, lengths, k, starts, init_tokens, local_tokens, by=by), slots, offsets)
 
 
 def _by_torch(scores: torch.Tensor, k: int) -> torch.Tensor:

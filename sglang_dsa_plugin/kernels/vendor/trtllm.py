@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_dsa_plugin.cache.layouts import FP8, LATENT_DIM, ROPE_DIM
+from sglang_dsa_plugin.cache.layouts import FP8, FP8_MAX, LATENT_DIM, ROPE_DIM
 
 from . import attention
 
@@ -25,7 +25,6 @@ _NOPE_DIM = 128  # of the query before absorption; the kernel only checks it
 _WORKSPACE_BYTES = 256 << 20
 _SCRATCH_BYTES = 128 << 20
 _SOFTMAX_BYTES = 2048
-_E4M3_MAX = 448.0
 
 
 def sparse_mla(
@@ -50,7 +49,7 @@ def sparse_mla(
     picked, counts = attention.picks_in_front(
         slots, kv_rows.shape[0], lengths, False, multiple=_PICKS, never_empty=True
     )
-    query = q.clamp(-_E4M3_MAX, _E4M3_MAX).to(FP8) if fp8 else q
+    query = q.clamp(-FP8_MAX, FP8_MAX).to(FP8) if fp8 else q
     row_scale = kv_scale if fp8 else 1.0
     pages = attention.whole_pages(kv_rows).unsqueeze(1)
     result = torch.empty(rows, heads, LATENT_DIM, dtype=torch.bfloat16, device=q.device)

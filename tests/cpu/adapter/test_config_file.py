@@ -61,7 +61,7 @@ def test_published_configs_are_read_as_they_are_written(served, name):
     config = served(PUBLISHED[name])
     plain = DsaConfig.from_hf(PUBLISHED[name])
     assert config.indexing_layers() == plain.indexing_layers()
-    for field in ("rope_theta", "yarn", "index_topk", "num_layers", "softmax_scale", "max_position_embeddings"):
+    for field in ("rope_theta", "yarn", "index_topk", "num_layers", "max_position_embeddings"):
         assert getattr(config, field) == getattr(plain, field), field
     if name == "glm52":
         assert config.indexing_layers() == GLM52_FULL
@@ -119,7 +119,7 @@ def test_a_scaling_that_is_plain_rope_for_longcat(served):
     """The remedy that arguments.py names."""
     scaling = {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 163840}
     config = served(PUBLISHED["longcat"], {"rope_scaling": scaling})
-    assert (config.rope_theta, config.yarn.factor, config.softmax_scale) == (5e6, 1.0, 192**-0.5)
+    assert (config.rope_theta, config.yarn.factor) == (5e6, 1.0)
 
 
 def test_nothing_is_asked_of_a_network(monkeypatch, caplog):

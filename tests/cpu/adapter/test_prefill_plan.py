@@ -10,19 +10,20 @@ import torch
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import enable_breakable_cuda_graph
 
 from sglang_dsa_plugin.adapter import prefill
-from sglang_dsa_plugin.adapter.report import NoMetrics
 from sglang_dsa_plugin.backend import dense_fallback
 from sglang_dsa_plugin.backend.masked_prefill import MaskedPrefill
 
 
 @pytest.fixture
 def planner(monkeypatch):
-    """A planner; `flags` says whether its server records a graph."""
+    """A planner; `flags` says whether its server records a graph, `counted` is what its metrics were told."""
     dp = SimpleNamespace(capturing_prefill_graph=False)
     monkeypatch.setattr(prefill, "get_flags", lambda: SimpleNamespace(dp=dp))
     table = torch.arange(256, dtype=torch.int32).view(1, 256)
-    made = prefill.PrefillPlanner(table, MaskedPrefill(128, 128, 128, 2048, 2), None, NoMetrics())
-    made.flags = dp
+    counted = []
+    metrics = SimpleNamespace(count=lambda decision, rows: counted.append((decision.path, rows)))
+    made = prefill.PrefillPlanner(table, MaskedPrefill(128, 128, 128, 2048, 2), None, metrics)
+    made.flags, made.counted = dp, counted
     return made
 
 
@@ -43,21 +44,21 @@ def batch(rows, real=None):
 @pytest.mark.parametrize(("rows", "real", "path"), [(5, None, "dense"), (5, 5, "dense"), (6, 5, "sparse")])
 def test_padding_for_collectives_is_left_out(planner, rows, real, path):
     """SGLang cuts what attention gets to the real rows, so the plan has no others."""
-    step = planner.plan(batch(rows, real), None)
+    step = planner.plan(batch(rows, real))
     assert (step.rows, step.decision.path) == (5, path)
     assert step.lengths.tolist() == [4, 5, 6, 7, 8]
-    assert planner.paths.batches == {path: 1} and planner.paths.rows == {path: 5}
+    assert planner.counted == [(path, 5)]
 
 
 def test_a_prefill_graph_has_the_real_rows_and_its_recording_is_not_counted(planner):
     with enable_breakable_cuda_graph():
         planner.flags.capturing_prefill_graph = True
-        planner.plan(batch(5), None)
-        assert not planner.paths.batches
+        planner.plan(batch(5))
+        assert not planner.counted
         planner.flags.capturing_prefill_graph = False
-        step = planner.plan(batch(8), None)
+        step = planner.plan(batch(8))
     assert (step.rows, step.decision.path) == (5, "graph") and not step.decision.expanded
-    assert planner.paths.batches == {"graph": 1} and planner.paths.rows == {"graph": 5}
+    assert planner.counted == [("graph", 5)]
 
 
 @pytest.mark.parametrize(("requests", "path"), [(13, "dense"), (15, "sparse"), (64, "sparse")])
@@ -69,5 +70,5 @@ def test_expanded_keys_stay_below_their_bytes(planner, requests, path):
         positions=torch.zeros(64 * requests),
         get_max_chunk_capacity=lambda: 1 << 17,
     )
-    assert planner.decide(many, None).path == path
+    assert planner.decide(many).path == path
     assert (planner.masked.bytes_per_key() * 2048 * requests <= dense_fallback.EXPANDED_BYTES) == (path == "dense")

@@ -40,8 +40,7 @@ from sglang_dsa_plugin.kernels.triton import (
 )
 from sglang_dsa_plugin.kernels.vendor import deep_gemm_load
 from sglang_dsa_plugin.kernels.vendor import index_select as vendor_select
-from sglang_dsa_plugin.support import MANY_ROWS
-from sglang_dsa_plugin.support_row import ROW_STEPS, SOME_ROWS
+from sglang_dsa_plugin.support_row import MANY_ROWS, ROW_STEPS, SOME_ROWS
 
 H200 = index_tables.Gpu("cuda", 90, 132, 227)
 KERNELS = [

@@ -3,17 +3,18 @@
 import pytest
 
 from sglang_dsa_plugin.backend import masked_prefill
-from sglang_dsa_plugin.backend.dense_fallback import SPARSE_DECODE, Decision, PathCounter, decide
+from sglang_dsa_plugin.backend.dense_fallback import SPARSE_DECODE, Decision, decide
 from sglang_dsa_plugin.backend.masked_prefill import MaskedPrefill
 
-PLAIN = {"prefix": [0], "extend": [64], "threshold": 64, "capacity": 128}
 SIZES = {"heads": 16, "nope": 128, "value": 128, "topk": 64, "itemsize": 2}
 MASKED = MaskedPrefill(**SIZES)
+RULED_OUT = MaskedPrefill(**SIZES, ruled_out="not on this server", always=True)
+PLAIN = {"prefix": [0], "extend": [64], "threshold": 64, "capacity": 128, "masked": RULED_OUT}
 
 
 def test_dense_up_to_the_threshold():
     assert decide(**PLAIN) == Decision("dense", "longest request 64 <= threshold 64")
-    assert decide(**PLAIN, masked=MASKED).path == "dense"
+    assert decide(**PLAIN | {"masked": MASKED}).path == "dense"
     assert decide(**{**PLAIN, "prefix": [60, 0], "extend": [4, 64]}).path == "dense"
 
 
@@ -34,7 +35,7 @@ def test_sparse_with_the_reason(change, reason):
 
 
 def test_masked_past_the_threshold_where_it_is_cheaper():
-    decision = decide(**PLAIN | {"extend": [200]}, masked=MASKED)
+    decision = decide(**PLAIN | {"extend": [200], "masked": MASKED})
     assert decision.path == "masked" and decision.expanded
     assert "200 > threshold 64; masked costs 0." in decision.reason
 
@@ -57,20 +58,19 @@ def test_masked_past_the_threshold_where_it_is_cheaper():
 )
 def test_masked_by_cost(monkeypatch, prefix, extend, path):
     monkeypatch.setattr(masked_prefill, "MAX_BYTES", 1 << 40)
-    assert decide(**PLAIN | {"prefix": prefix, "extend": extend}, masked=MASKED).path == path
+    assert decide(**PLAIN | {"prefix": prefix, "extend": extend, "masked": MASKED}).path == path
 
 
 def test_masked_asked_for_whatever_it_costs():
     always = MaskedPrefill(**SIZES, always=True)
-    assert decide(**PLAIN | {"prefix": [448], "extend": [1]}, masked=always).path == "masked"
-    assert decide(**PLAIN, masked=always).path == "dense"
+    assert decide(**PLAIN | {"prefix": [448], "extend": [1], "masked": always}).path == "masked"
+    assert decide(**PLAIN | {"masked": always}).path == "dense"
 
 
 def test_masked_ruled_out_says_why():
-    masked = MaskedPrefill(**SIZES, ruled_out="not on this server", always=True)
-    decision = decide(**PLAIN | {"extend": [200]}, masked=masked)
+    decision = decide(**PLAIN | {"extend": [200]})
     assert decision == Decision("sparse", "longest request 200 > threshold 64; not on this server")
-    assert masked.describe() == "sparse (not on this server)"
+    assert RULED_OUT.describe() == "sparse (not on this server)"
 
 
 def test_masked_within_its_bytes():
@@ -84,11 +84,3 @@ def test_masked_within_its_bytes():
 
 def test_decode_is_sparse():
     assert SPARSE_DECODE.path == "sparse"
-
-
-def test_counter_counts_batches_and_rows_by_path():
-    counter = PathCounter()
-    for path, rows in (("dense", 5), ("sparse", 7), ("masked", 3), ("dense", 1)):
-        counter.count(Decision(path, ""), rows)
-    assert counter.batches == {"dense": 2, "sparse": 1, "masked": 1}
-    assert counter.rows == {"dense": 6, "sparse": 7, "masked": 3}

@@ -27,7 +27,7 @@ def token(cache: IndexPages, layer: int, slot: int) -> tuple[bytes, float | None
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bytes_are_those_of_the_layers_that_own_pages(dtype):
     cache = IndexPages(5, (True, False, True), dtype, "cpu")
-    assert cache.nbytes == 2 * 5 * 64 * index_token_bytes(dtype)
+    assert sum(pages.nbytes for pages in cache.buffer) == 2 * 5 * 64 * index_token_bytes(dtype)
     assert cache.buffer[1].shape[0] == 0
 
 

@@ -14,11 +14,6 @@ def test_row_bytes_are_in_the_name_and_in_the_tensor(name):
     assert row.untyped_storage().nbytes() == spec.row_bytes
 
 
-def test_views_into_a_656_byte_row_are_aligned():
-    assert layouts.LATENT_DIM % 4 == 0 and layouts.LATENT_LAYOUTS["fp8_656"].row_bytes % 4 == 0
-    assert layouts.ROW_DIM == 576 and layouts.LATENT_DIM % layouts.QUANT_BLOCK == 0
-
-
 @pytest.mark.parametrize(
     "dtype, token_bytes", [(torch.float8_e4m3fn, 132), (torch.bfloat16, 256), (torch.float32, 512)]
 )

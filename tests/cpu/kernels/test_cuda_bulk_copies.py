@@ -1,7 +1,7 @@
 """Between reads of a place in shared memory and the bulk copies that fill it next stands a fence of the async proxy.
 
 What orders them is an arrival after the reads and a wait before the copies; the fence must lie between the two, on
-either side of that hand-over (docs/architecture.md). Where it is, is read from the compiled kernel.
+either side of that hand-over (docs/racecheck.md). Where it is, is read from the compiled kernel.
 """
 
 import re

@@ -7,51 +7,21 @@ import torch
 
 from sglang_dsa_plugin.ops import dense_mha, quant, sparse_mla
 from tests.cpu.ops.bounds import LargestTensor, assert_attention
-
-SCALE = 192**-0.5
-
-
-def _normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _starts(lengths, index=torch.int32):
-    return torch.tensor([0, *lengths]).cumsum(0).to(index)
+from tests.cpu.ops.expanded_inputs import BATCHES, SCALE, check, normal, starts, values
 
 
 def _inputs(queries, keys, heads, width, width_v, dtype, size=1.0):
-    q = (size * _normal(sum(queries), heads, width)).to(dtype)
-    k = _normal(sum(keys), heads, width, seed=1).to(dtype)
-    v = _normal(sum(keys), heads, width_v, seed=2).to(dtype)
-    return q, k, v, _starts(queries), _starts(keys)
+    return *values(queries, keys, heads, width, width_v, dtype, size), starts(queries), starts(keys)
 
 
 def _check(arguments, scale=SCALE):
-    got = dense_mha.dense_mha(*arguments, scale)
-    q, _, v = arguments[:3]
-    assert got[0].dtype == q.dtype and got[0].shape == (*q.shape[:2], v.shape[2]) and got[1].shape == q.shape[:2]
-    assert_attention(got, dense_mha.reference(*arguments, scale), f32=q.dtype == torch.float32)
-    return got
+    return check(dense_mha.dense_mha, dense_mha.reference, arguments, scale)
 
 
 @pytest.mark.parametrize("widths", [(192, 128), (256, 256), (128, 128), (64, 192), (24, 16), (3, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_head_sizes(widths, dtype):
     _check(_inputs([37, 5], [37, 50], 3, *widths, dtype), scale=widths[0] ** -0.5)
-
-
-BATCHES = {
-    "one": ([1], [1]),
-    "long": ([300], [300]),
-    "long with a prefix": ([131], [420]),
-    "one query on a prefix": ([1], [333]),
-    "no request": ([], []),
-    "all empty": ([0, 0], [0, 0]),
-    "empty among others": ([0, 7, 0, 3, 0], [0, 7, 12, 3, 0]),
-    "many short": ([3, 1, 9, 17, 2, 5, 1, 8], [3, 4, 9, 20, 70, 5, 1, 30]),
-    "short and long": ([4, 200, 4, 1, 70], [4, 260, 9, 1, 70]),
-    "fewer keys than queries": ([5, 6, 90, 4], [2, 0, 40, 4]),
-}
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -95,12 +65,12 @@ def test_nothing_leaks_between_requests():
 def test_equals_sparse_attention_that_picks_everything():
     """Absorbed over all keys equals expanded: q' = q_nope W_k against k = (latent W_k^T, rope) and v = latent W_v."""
     heads, tokens, nope, width_v = 4, 90, 128, 128
-    latent, rope = _normal(tokens, 512), _normal(tokens, 64, seed=1)
-    w_k, w_v = _normal(heads, nope, 512, seed=2) / 22, _normal(heads, 512, width_v, seed=3) / 22
-    q_nope, q_rope = _normal(tokens, heads, nope, seed=4), _normal(tokens, heads, 64, seed=5)
+    latent, rope = normal(tokens, 512), normal(tokens, 64, seed=1)
+    w_k, w_v = normal(heads, nope, 512, seed=2) / 22, normal(heads, 512, width_v, seed=3) / 22
+    q_nope, q_rope = normal(tokens, heads, nope, seed=4), normal(tokens, heads, 64, seed=5)
     k = torch.cat((torch.einsum("sl,hnl->shn", latent, w_k), rope[:, None].expand(-1, heads, -1)), dim=2)
     v = torch.einsum("sl,hlv->shv", latent, w_v)
-    cu = _starts([tokens])
+    cu = starts([tokens])
     out, lse = dense_mha.dense_mha(torch.cat((q_nope, q_rope), dim=2), k, v, cu, cu, SCALE)
     absorbed = torch.cat((torch.einsum("thn,hnl->thl", q_nope, w_k), q_rope), dim=2)
     slots = torch.arange(tokens).repeat(tokens, 1).tril().int()
@@ -112,9 +82,9 @@ def test_equals_sparse_attention_that_picks_everything():
 
 
 def test_strided_arguments_and_out():
-    qkv = _normal(50, 3, 192 + 192 + 128)
+    qkv = normal(50, 3, 192 + 192 + 128)
     q, k, v = qkv.split((192, 192, 128), dim=2)
-    cu = _starts([30, 20])
+    cu = starts([30, 20])
     out = torch.full((50, 3, 128), math.nan)
     got = dense_mha.dense_mha(q, k, v, cu, cu, SCALE, out=out)
     assert got[0] is out

@@ -9,8 +9,8 @@ import torch
 from sglang_dsa_plugin import settings, support
 from sglang_dsa_plugin.cache.layouts import FP8
 from sglang_dsa_plugin.kernels.torch_impl import index_scores as torch_scores
-from sglang_dsa_plugin.kernels.torch_impl import index_select as torch_select
 from sglang_dsa_plugin.ops import index_scores, index_select, select
+from sglang_dsa_plugin.support_row import Where
 
 from .indexer_inputs import DTYPES, exact, generator, normal
 
@@ -75,11 +75,6 @@ def test_equals_fp64_where_scores_are_exact(dtype, init, local):
     for slots, out in ((True, beside), (False, beside.t()), (False, beside.long()), (False, beside[1:])):
         with pytest.raises(ValueError, match=r"index_select\.paged: slots_out must be"):
             index_select.paged(*paged, slots, slots_out=out)
-    for budget in (4 * KEYS, 1 << 20):
-        captured = torch_select._paged_captured(*paged, init, local, budget)
-        assert torch.equal(captured, index_select.reference_paged(*paged, False, init, local))
-    with pytest.raises(ValueError, match=r"index_select\.paged: budget_bytes must be at least 6144 in a CUDA graph"):
-        torch_select._paged_captured(*paged, init, local, 4 * KEYS - 1)
 
 
 @pytest.mark.parametrize("budget", [None, 4 * (2 * 64 + 64)])
@@ -214,8 +209,8 @@ def test_a_plan_is_made_by_its_implementation_and_handed_back_to_it(monkeypatch)
 
     module.make, module.run, runs = make, run, []
     monkeypatch.setitem(sys.modules, "planned_kernels", module)
-    few = support.Where(min_rows=256)
-    target = {"plans": "planned_kernels:make", "planned": support.Where(), "first": few}
+    few = Where(min_rows=256)
+    target = {"plans": "planned_kernels:make", "planned": Where(), "first": few}
     row = support.Implementation("index_select_paged", "planner", "planned_kernels:run", **target)
     monkeypatch.setattr(support, "_ROWS", [row, *support.rows()])
     support._choose.cache_clear()

@@ -8,16 +8,7 @@ import torch
 from sglang_dsa_plugin.kernels.torch_impl import masked_mha as torch_impl
 from sglang_dsa_plugin.ops import dense_mha, masked_mha
 from tests.cpu.ops.bounds import LargestTensor, assert_attention
-
-SCALE = 192**-0.5
-
-
-def _normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _starts(lengths, index=torch.int32):
-    return torch.tensor([0, *lengths]).cumsum(0).to(index)
+from tests.cpu.ops.expanded_inputs import BATCHES, SCALE, check, normal, starts, values
 
 
 def _picks(queries, keys, width, seed=3):
@@ -33,37 +24,18 @@ def _picks(queries, keys, width, seed=3):
 
 
 def _inputs(queries, keys, heads, width, width_v, dtype, picks=33, size=1.0):
-    q = (size * _normal(sum(queries), heads, width)).to(dtype)
-    k = _normal(sum(keys), heads, width, seed=1).to(dtype)
-    v = _normal(sum(keys), heads, width_v, seed=2).to(dtype)
-    return q, k, v, _picks(queries, keys, picks), _starts(queries), _starts(keys)
+    q, k, v = values(queries, keys, heads, width, width_v, dtype, size)
+    return q, k, v, _picks(queries, keys, picks), starts(queries), starts(keys)
 
 
 def _check(arguments, scale=SCALE):
-    got = masked_mha.masked_mha(*arguments, scale)
-    q, _, v = arguments[:3]
-    assert got[0].dtype == q.dtype and got[0].shape == (*q.shape[:2], v.shape[2]) and got[1].shape == q.shape[:2]
-    assert_attention(got, masked_mha.reference(*arguments, scale), f32=q.dtype == torch.float32)
-    return got
+    return check(masked_mha.masked_mha, masked_mha.reference, arguments, scale)
 
 
 @pytest.mark.parametrize("widths", [(192, 128), (256, 256), (64, 192), (24, 16), (3, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_head_sizes(widths, dtype):
     _check(_inputs([37, 5], [37, 50], 3, *widths, dtype), scale=widths[0] ** -0.5)
-
-
-BATCHES = {
-    "one": ([1], [1]),
-    "long": ([301], [301]),
-    "long with a prefix": ([131], [421]),
-    "one query on a prefix": ([1], [333]),
-    "no request": ([], []),
-    "all empty": ([0, 0], [0, 0]),
-    "empty among others": ([0, 7, 0, 3, 0], [0, 7, 12, 3, 0]),
-    "short and long": ([4, 270, 4, 1, 70], [4, 333, 9, 1, 70]),
-    "fewer keys than queries": ([5, 6, 90, 4], [2, 0, 40, 4]),
-}
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -133,9 +105,9 @@ def test_a_long_request_in_blocks_of_mask(monkeypatch):
 
 
 def test_strided_arguments_and_out():
-    qkv = _normal(50, 3, 192 + 192 + 128)
+    qkv = normal(50, 3, 192 + 192 + 128)
     q, k, v = qkv.split((192, 192, 128), dim=2)
-    cu, picks = _starts([30, 20]), _picks([30, 20], [30, 20], 9)
+    cu, picks = starts([30, 20]), _picks([30, 20], [30, 20], 9)
     out = torch.full((50, 3, 128), math.nan)
     got = masked_mha.masked_mha(q, k, v, picks, cu, cu, SCALE, out=out)
     assert got[0] is out
