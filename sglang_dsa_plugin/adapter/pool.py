@@ -36,8 +36,7 @@ class DsaPool(DSATokenToKVPool):
         # Views in the layout's dtype, made once: SGLang stores fp8 as bytes.
         self._rows = [buffer.view(self.layout.dtype).view(-1, self.layout.width) for buffer in self.kv_buffer]
 
-    def _create_index_key_cache(self) -> IndexPages:
-        """SGLang keeps it and asks it for `buffer` and `clear`; all else goes through the methods below."""
+    def _create_index_key_cache(self) -> IndexKeyCacheFacade:
         saver = self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE)
         arena = torch.cuda.use_mem_pool(self.custom_mem_pool) if self.custom_mem_pool else nullcontext()
         with saver, arena:
@@ -45,7 +44,7 @@ class DsaPool(DSATokenToKVPool):
             self.index_pages = IndexPages(
                 pages_for(self.index_buf_size), owns, state.index_key_dtype(), torch.device(self.device)
             )
-        return self.index_pages
+        return IndexKeyCacheFacade(self, self.index_pages)
 
     # Latent rows
 
@@ -122,6 +121,49 @@ class DsaPool(DSATokenToKVPool):
             for part, rows in zip(chunks, host, strict=True):
                 buffer[part] = rows.to(buffer.device)
         self.index_pages.from_host(kv_cache_cpu_dict["index"], indices)
+
+
+class IndexKeyCacheFacade:
+    """What inherited methods of SGLang's pool, HiCache and transfers ask of an index-key cache, by `IndexPages`."""
+
+    def __init__(self, pool: DsaPool, pages: IndexPages) -> None:
+        self.pool = pool
+        self.pages = pages
+
+    @property
+    def buffer(self) -> list[torch.Tensor]:
+        return self.pages.buffer
+
+    def clear(self) -> None:
+        self.pages.clear()
+
+    def move(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        self.pages.move(tgt_loc, src_loc)
+
+    def get_local_buffer(self, layer_id: int) -> torch.Tensor:
+        """Pages of a layer; waits for a running transfer of it."""
+        if self.pool.layer_transfer_counter is not None:
+            self.pool.layer_transfer_counter.wait_until(layer_id - self.pool.start_layer)
+        return self.pages.buffer[layer_id - self.pool.start_layer]
+
+    get_buffer = get_local_buffer
+
+    def store_quantized(
+        self, layer_id: int, loc: torch.Tensor, index_k: torch.Tensor, index_k_scale: torch.Tensor
+    ) -> None:
+        self.pages.store(layer_id - self.pool.start_layer, loc, index_k, index_k_scale)
+
+    def cpu_copy(self, indices: torch.Tensor) -> Any:
+        return self.pages.to_host(indices)
+
+    def load_cpu_copy(self, index_k_cpu: Any, indices: torch.Tensor) -> None:
+        self.pages.from_host(index_k_cpu, indices)
+
+    def state_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Pointers, lengths and item sizes (one page) of all layers' pages; 0 items where a layer owns none."""
+        buffers = self.pages.buffer
+        items = [pages[0].nbytes if pages.shape[0] else 0 for pages in buffers]
+        return [b.data_ptr() for b in buffers], [b.nbytes for b in buffers], items
 
 
 def _layout_of(dtype: torch.dtype, width: int) -> LatentLayout:

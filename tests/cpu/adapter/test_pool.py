@@ -137,6 +137,15 @@ def test_retraction_restores_every_byte_at_other_slots(layout):
         assert torch.equal(key.view(torch.uint8), keys.view(torch.uint8)) and torch.equal(scale, scales)
 
 
+def test_transfer_lists_cover_every_byte():
+    # A transfer engine that is not given the index buffers answers wrongly on cache hits only.
+    pool = make_pool("fp8_656")
+    _, lengths, _ = pool.get_contiguous_buf_infos()
+    _, state_lengths, items = pool.get_state_buf_infos()
+    assert sum(lengths) + sum(state_lengths) == pool.get_kv_size_bytes()
+    assert items == [8448, 0, 8448]
+
+
 def test_another_page_size_is_refused_by_its_flag():
     with pytest.raises(ValueError, match="page_size must be 64, got 128; leave --page-size out"):
         make_pool("bf16_1152", page_size=128)
