@@ -1,7 +1,8 @@
 """The index-key cache of one pool: one buffer of pages per layer, none for layers that reuse another layer's picks.
 
-A page holds 64 tokens (cache/layouts.py). Every access is by token slot through ops.key_pages, so keys and scales
-always travel together; copying whole rows of the buffer as if they were tokens would mix pages up.
+A page holds 64 tokens (cache/layouts.py). Tokens are moved and copied by slot through ops.key_pages, so keys and scales
+always travel together; copying whole rows of the buffer as if they were tokens would mix pages up. The indexer writes
+and reads pages through ops.index_keys and ops.index_select.
 """
 
 from __future__ import annotations

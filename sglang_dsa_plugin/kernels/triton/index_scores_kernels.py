@@ -64,7 +64,7 @@ def rows_kernel(
     lane = tl.arange(0, G)
     if lowest == highest:
         table_row = table + lowest.to(tl.int64) * table_stride
-        x, scale = load_keys(k, scales, page_stride, keys, table_row, lowest, n, longest, BN, KIND, PAGED)
+        x, scale = load_keys(k, scales, page_stride, keys, table_row, lowest, n, longest, KIND, PAGED)
         for i in tl.range(0, ROWS, G, num_stages=STAGES):
             queries, weight = load_queries(q, gate, top + i, rows, H, HP, G)
             row = top + i + lane
@@ -80,7 +80,7 @@ def rows_kernel(
             size = tl.minimum(size, width)
             if tile * BN < size:
                 table_row = table + start.to(tl.int64) * table_stride
-                x, scale = load_keys(k, scales, page_stride, keys, table_row, start, n, size, BN, KIND, PAGED)
+                x, scale = load_keys(k, scales, page_stride, keys, table_row, start, n, size, KIND, PAGED)
                 queries, weight = load_queries(q, gate, top + i, rows, H, HP, G)
                 part = head_sum(x, scale, queries, weight, BN, HP, G, PERIOD)
                 where = out + row.to(tl.int64)[None, :] * out_stride + n[:, None]
@@ -186,7 +186,7 @@ def keys_kernel(
         lines = out + (r + lane).to(tl.int64)[None, :] * out_stride
         for t in tl.range(tile, tile + steps, num_stages=STAGES):
             n = t * BN + tl.arange(0, BN)
-            x, scale = load_keys(k, scales, page_stride, 0, table_row, 0, n, count, BN, KIND, True)
+            x, scale = load_keys(k, scales, page_stride, 0, table_row, 0, n, count, KIND, True)
             part = head_sum(x, scale, queries, weight, BN, HP, G, PERIOD)
             tl.store(lines + n[:, None], part, mask=n[:, None] < sizes[None, :])
         item += steps

@@ -32,10 +32,8 @@ def half_of_e4m3(codes):
 
 
 @triton.jit
-def load_keys(
-    k, scales, page_stride, keys, table_row, start, n, count, BN: tl.constexpr, KIND: tl.constexpr, PAGED: tl.constexpr
-):
-    """Keys n [BN] of a window, as the dot takes them [BN, 128], and their scales f32 [BN].
+def load_keys(k, scales, page_stride, keys, table_row, start, n, count, KIND: tl.constexpr, PAGED: tl.constexpr):
+    """Keys n of a window, as the dot takes them [n, 128], and their scales f32 [n].
 
     A key at or past `count` is some key of the buffer: what becomes of it is never stored, and a load without a mask is
     a vector.

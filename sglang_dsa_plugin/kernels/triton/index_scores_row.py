@@ -143,7 +143,7 @@ def row_kernel(
         # A tile at most: without what a pipeline does ahead of its first one.
         if first < tiles:
             n = first * BN + tl.arange(0, BN)
-            x, scale = load_keys(k, scales, page_stride, 0, table_row, 0, n, size, BN, KIND, True)
+            x, scale = load_keys(k, scales, page_stride, 0, table_row, 0, n, size, KIND, True)
             tl.store(out + n[:, None], head_sum(x, scale, queries, weight, BN, HP, 1, PERIOD), mask=n[:, None] < size)
     else:
         last = tl.minimum(first + each, tiles)

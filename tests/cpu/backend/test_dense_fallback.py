@@ -3,7 +3,7 @@
 import pytest
 
 from sglang_dsa_plugin.backend import masked_prefill
-from sglang_dsa_plugin.backend.dense_fallback import SPARSE_DECODE, Decision, decide
+from sglang_dsa_plugin.backend.dense_fallback import Decision, decide
 from sglang_dsa_plugin.backend.masked_prefill import MaskedPrefill
 
 SIZES = {"heads": 16, "nope": 128, "value": 128, "topk": 64, "itemsize": 2}
@@ -80,7 +80,3 @@ def test_masked_within_its_bytes():
     always = MaskedPrefill(**SIZES, always=True)
     assert always.judge([0], [fits])[0]
     assert always.judge([fits], [1]) == (False, "1024 MiB of expanded keys and values > 1024 MiB")
-
-
-def test_decode_is_sparse():
-    assert SPARSE_DECODE.path == "sparse"
