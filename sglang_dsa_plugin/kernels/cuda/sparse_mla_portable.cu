@@ -56,6 +56,11 @@ typedef int slot_t;
 #define ROW_PIECES 72
 #endif
 #define PACKED_BYTES 656
+// Slots of tiles to come lie in shared memory, copied as rows are. In a register, as elsewhere, one goes to the stack, and
+// is waited for there.
+#define ASKS FP8
+#define SLOTS_AHEAD (FP8 ? STAGES : ASKS ? STAGES - 2 : 1)  // tiles: as many groups of copies later slots have come
+#define ASKED (SLOTS_AHEAD == 1 ? 2 : 4)    // tiles whose slots have a place
 #define COPIES ((ROW_PIECES + COPIERS - 1) / COPIERS)  // of a thread, for a tile
 // Copies in a run; ahead of the first of each the compiler puts three loads of nothing. As they were measured faster.
 #define COPIES_TOGETHER (FP8 || TILE == 16 || HEADS == 32 ? 3 : 9)
@@ -95,6 +100,9 @@ struct Shared {
     float maximum[HEADS], total[HEADS], squares[HEADS];
     // Bits of the largest |sum| in a warp's columns; until then what warps that work TOGETHER have of each other's scores.
     u32 largest[TOGETHER == 2 ? TILE : SUM_WARPS][HEADS];
+#if ASKS
+    slot_t asked[ASKED][TILE];              // by the tile's number
+#endif
     unsigned char real[MARKS][TILE];        // whether there is such a pick, by the tile's number
     unsigned char changed[2][4];            // by warps of scores: whether a factor of theirs is not 1
     int again, unused;                      // whether sums of f16 do not tell the output

@@ -82,7 +82,8 @@ class Plan:
         packed = self.tile * (self.stages * _PACKED_BYTES + 4 * 4) + 4 * self.heads + 16 if self.fp8 else 0
         operands = (_STEPS - self.kept * self.together) * self.heads * 32 + 2 * self.heads * (self.tile + 8) * 2
         largest = self.tile if self.together == 2 else 8
-        return tiles + packed + operands + self.heads * (5 * 4 + largest * 4) + _MARKS * self.tile + 80
+        slots = (2 if self.stages == 1 else 4) * self.tile * 8 if self.fp8 else 0
+        return tiles + packed + operands + slots + self.heads * (5 * 4 + largest * 4) + _MARKS * self.tile + 80
 
 
 def choose(gpu: index_tables.Gpu, layout: str, rows: int, heads: int, picks: int) -> Plan | None:
