@@ -100,6 +100,8 @@ def portable_plans(k, layout):
         portable.Plan(64, small, whole, 1, fp8, tile=16, kept=30),
         portable.Plan(32, stages, whole, 1, fp8),
     ]
+    if not fp8:
+        found.append(portable.Plan(64, stages, whole, 1, spread=True))
     return [plan for plan in found if plan.shared_bytes <= room]
 
 

@@ -40,8 +40,7 @@ def server_forms(
                     forms.append(one)
     if portable is not None:
         rows_layout, heads, fewest = portable
-        few_and_many = [sparse_mla_portable.choose(gpu, rows_layout, rows, heads, k) for rows in (fewest, 1 << 20)]
-        for plan in dict.fromkeys(filter(None, few_and_many)):
+        for plan in sparse_mla_portable.forms(gpu, rows_layout, fewest, heads, k):
             macros = plan.defines(lengths=True, sink=False, wide_slots=False, pdl=bool(gpu.sm and gpu.sm >= 90))
             forms.append((sparse_mla_portable.SOURCE, sparse_mla_portable.NAME, macros, plan.shared_bytes))
     return forms

@@ -12,8 +12,8 @@
 //           copy, too.
 //
 // Between two barriers one kind multiplies the weights of a tile with its values, the other makes those of the next tile.
-// A scheduler has one warp of scores and two of sums, so what one of them waits for is time for the others. The time is
-// that of the warps of scores, each with 144 products and the weights of a tile of 32 picks (docs/benchmarks.md).
+// A scheduler has one warp of scores and two of sums, so what one of them waits for is time for the others. No unit is the
+// limit by itself; to share the products out more evenly took longer (docs/benchmarks.md).
 //
 // __syncthreads_or has no place where only some warps come to it: with a vote that is a constant the compiler (CUDA 13) made
 // two barriers of one. Flags that stand behind a barrier do the same.
@@ -25,8 +25,8 @@
 // root of the sum of squared weights tells), the block does its work again with weights as two bf16 numbers, the second
 // what the first cut off (EXACT).
 //
-// Compile-time: FP8, HEADS (32 or 64), TILE (16 or 32), STAGES, Q_KEPT, TOGETHER (1 or 2), PARTIAL, HAS_LENGTHS, HAS_SINK,
-// SLOTS64, PDL (kernels/cuda/sparse_mla_portable.py).
+// Compile-time: FP8, HEADS (32 or 64), TILE (16 or 32), STAGES, Q_KEPT, TOGETHER (1 or 2), SPREAD, PARTIAL, HAS_LENGTHS,
+// HAS_SINK, SLOTS64, PDL (kernels/cuda/sparse_mla_portable.py).
 
 #include "cluster.cuh"
 #include "tiles.cuh"
@@ -56,9 +56,14 @@ typedef int slot_t;
 #define ROW_PIECES 72
 #endif
 #define PACKED_BYTES 656
+// Whether slots of tiles to come lie in shared memory, copied as rows are: where that was measured faster. A thread's slot
+// of the next tile is in a register else, which the compiler puts on the stack, where it is waited for.
+#define ASKS (FP8 || SPREAD)
+#define SLOTS_AHEAD (FP8 ? STAGES : ASKS ? STAGES - 2 : 1)  // tiles: as many groups of copies later slots have come
+#define ASKED (SLOTS_AHEAD == 1 ? 2 : 4)    // tiles whose slots have a place
 #define COPIES ((ROW_PIECES + COPIERS - 1) / COPIERS)  // of a thread, for a tile
 // Copies in a run; ahead of the first of each the compiler puts three loads of nothing. As they were measured faster.
-#define COPIES_TOGETHER (FP8 || TILE == 16 || HEADS == 32 ? 3 : 9)
+#define COPIES_TOGETHER (FP8 || SPREAD || TILE == 16 || HEADS == 32 ? 3 : 9)
 #define STEPS 36                            // of 16 columns
 #define OWN_STEPS (STEPS / TOGETHER)
 #define BLOCK_STEPS (8 / TOGETHER)          // in the 128 columns of a scale
@@ -95,6 +100,9 @@ struct Shared {
     float maximum[HEADS], total[HEADS], squares[HEADS];
     // Bits of the largest |sum| in a warp's columns; until then what warps that work TOGETHER have of each other's scores.
     u32 largest[TOGETHER == 2 ? TILE : SUM_WARPS][HEADS];
+#if ASKS
+    slot_t asked[ASKED][TILE];              // by the tile's number
+#endif
     unsigned char real[MARKS][TILE];        // whether there is such a pick, by the tile's number
     unsigned char changed[2][4];            // by warps of scores: whether a factor of theirs is not 1
     int again, unused;                      // whether sums of f16 do not tell the output

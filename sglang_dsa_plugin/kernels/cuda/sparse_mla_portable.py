@@ -25,16 +25,20 @@ SOURCE, NAME = "sparse_mla_portable.cu", "sparse_mla_portable"
 _LOG2E = 1 / math.log(2)
 LAYOUTS = ("bf16_1152", "fp8_656")
 # (tile, stages, kept, together) by layout and heads of a block; the first that fits is taken. Forced on an H200,
-# 2026-11-30, T 4096, S 32K, k 2048, 128 heads, microseconds: bf16 7119 (176 KB; no gain by `bench kernels`), 7699
-# (163 KB) and 9051 (99 KB), fp8 8159 and 10258; 32 heads 3214 and 3735. More is in docs/benchmarks.md.
+# 2026-12-01, T 4096, S 32K, k 2048, 128 heads, microseconds: bf16 7343 (163 KB) and 9119 (99 KB), fp8 8152 and 10261;
+# 32 heads the day before 3214 and 3735. More is in docs/benchmarks.md.
 _FORMS = {
-    ("bf16_1152", 64): ((32, 4, 28, 1), (32, 3, 28, 1), (16, 4, 32, 1)),
+    ("bf16_1152", 64): ((32, 3, 28, 1), (16, 4, 32, 1)),
     ("fp8_656", 64): ((32, 1, 15, 2), (16, 2, 30, 1)),
     ("bf16_1152", 32): ((32, 3, 28, 1), (16, 4, 32, 1)),
     ("fp8_656", 32): ((32, 1, 28, 1), (16, 2, 30, 1)),
 }
 # Picks of a split, where there are as many: 1 row of 128 heads in bf16 21.6 with 32, 19.3 with 64, 20.7 with 128.
 _LEAST_PICKS = 64
+# Rows from which a bf16 row is copied in three runs instead of one: prefill, where rows come from the L2 cache, 7343
+# instead of 7676. From memory the last run comes late: decode of 16 rows 53.0 instead of 48.5, of 64 142.3 instead of
+# 140.7. In between nothing was measured.
+_SPREAD_ROWS = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Plan:
     """heads: of a block, 32 or 64. stages: tiles in the ring, 3 or more; of packed rows 1 or more. split_picks: picks
     of a split, whole tiles. splits: 1 writes the result at once. fp8: for packed rows. tile: picks of one, 16 or 32.
     kept: steps of 16 columns whose queries a warp of scores keeps in registers. together: warps of scores that share
-    columns, 1 or 2.
+    columns, 1 or 2. spread: copies of a tile of 32 bf16 rows in three runs among the sums, instead of one.
     """
 
     heads: int
@@ -53,6 +57,7 @@ class Plan:
     tile: int = 32
     kept: int = 28
     together: int = 1
+    spread: bool = False
 
     def defines(self, *, lengths: bool, sink: bool, wide_slots: bool, pdl: bool) -> dict[str, int]:
         """Macros. wide_slots: int64. pdl: the launch may begin before the one ahead is done."""
@@ -63,6 +68,7 @@ class Plan:
             "STAGES": self.stages,
             "Q_KEPT": self.kept,
             "TOGETHER": self.together,
+            "SPREAD": int(self.spread),
             "PARTIAL": int(self.splits > 1),
             "HAS_LENGTHS": int(lengths),
             "HAS_SINK": int(sink and self.splits == 1),
@@ -82,7 +88,9 @@ class Plan:
         packed = self.tile * (self.stages * _PACKED_BYTES + 4 * 4) + 4 * self.heads + 16 if self.fp8 else 0
         operands = (_STEPS - self.kept * self.together) * self.heads * 32 + 2 * self.heads * (self.tile + 8) * 2
         largest = self.tile if self.together == 2 else 8
-        return tiles + packed + operands + self.heads * (5 * 4 + largest * 4) + _MARKS * self.tile + 80
+        ahead = self.stages if self.fp8 else self.stages - 2
+        slots = (2 if ahead == 1 else 4) * self.tile * 8 if self.fp8 or self.spread else 0
+        return tiles + packed + operands + slots + self.heads * (5 * 4 + largest * 4) + _MARKS * self.tile + 80
 
 
 def choose(gpu: index_tables.Gpu, layout: str, rows: int, heads: int, picks: int) -> Plan | None:
@@ -95,10 +103,17 @@ def choose(gpu: index_tables.Gpu, layout: str, rows: int, heads: int, picks: int
         # Splits that fill the GPU once, a block a multiprocessor.
         wanted = min(max(1, gpu.processors // programs), tiles)
         per_split = min(max(-(-tiles // wanted), _LEAST_PICKS // tile), tiles)
-        plan = Plan(block, stages, per_split * tile, -(-tiles // per_split), fp8, tile, kept, together)
+        spread = (layout, block, tile) == ("bf16_1152", 64, 32) and rows >= _SPREAD_ROWS
+        plan = Plan(block, stages, per_split * tile, -(-tiles // per_split), fp8, tile, kept, together, spread)
         if plan.shared_bytes <= gpu.shared_kib << 10:
             return plan
     return None
+
+
+def forms(gpu: index_tables.Gpu, layout: str, fewest: int, heads: int, picks: int) -> list[Plan]:
+    """A plan of each form that `choose` takes for so many rows and more."""
+    found = (choose(gpu, layout, rows, heads, picks) for rows in (fewest, max(fewest, _SPREAD_ROWS - 1), 1 << 20))
+    return list(dict.fromkeys(plan for plan in found if plan is not None))
 
 
 def sparse_mla(

@@ -3,7 +3,9 @@
 // One thread's part of the copies: every COPIERS-th piece of 16 bytes of one row of a tile.
 struct Copier {
     const slot_t* slots;
+#if !ASKS
     slot_t ahead;      // of this thread's row of the tile that is copied next
+#endif
     const char* from;  // of the copies at hand
     u32 to;
     bool real;
@@ -15,6 +17,23 @@ struct Copier {
     __device__ __forceinline__ slot_t slot(const Item& item, int at) const {
         at += (int)local();
         return at < item.end ? slots[at] : (slot_t)-1;
+    }
+    // The slot that `asked` gives SLOTS_AHEAD tiles later, of the tile that begins at pick `at`.
+    __device__ __forceinline__ void ask(Shared& s, const Item& item, int at, u32 number) {
+#if ASKS
+        at += (int)local();
+        if (first() == 0)
+            copy_few<sizeof(slot_t)>(address(&s.asked[number % ASKED][local()]), slots + at, at < item.end);
+#else
+        ahead = slot(item, at);
+#endif
+    }
+    __device__ __forceinline__ slot_t asked(const Shared& s, const Item& item, int at, u32 number) const {
+#if ASKS
+        return at + (int)local() < item.end ? s.asked[number % ASKED][local()] : (slot_t)-1;
+#else
+        return ahead;
+#endif
     }
     // number: of the tile.
     __device__ __forceinline__ void begin(const Arguments& a, Shared& s, slot_t slot, u32 stage, u32 number) {

@@ -14,12 +14,6 @@
 #define DECODES (__CUDA_ARCH__ >= 890)      // an instruction makes codes f16 numbers
 #endif
 
-// Of a scale with this exponent, as f16: itself, or where codes' bits are moved 2^8 times it.
-__device__ __forceinline__ u32 factor_of(u32 exponent) {
-    if (!DECODES) return (exponent - 104 << 10) * 0x10001;
-    return exponent == FIRST_SCALE ? 0x02000200 : (exponent - FIRST_SCALE << 10) * 0x10001;
-}
-
 // A code's bits in the bytes 1 and 3 of x in the places of numbers of `mantissa` bits.
 template <int MANTISSA>
 __device__ __forceinline__ u32 two_values(u32 x) {
@@ -45,35 +39,47 @@ __device__ __forceinline__ void unpack(Shared& s, u32 stage, u32 tile, u32& larg
     const float scale[4] = {scales.x, scales.y, scales.z, scales.w};
     // A scale that is NaN or infinite is one where all its codes are 0, too.
     bool odd = !(fabsf(scales.x) + fabsf(scales.y) + fabsf(scales.z) + fabsf(scales.w) < -minus_inf());
-    u32 top = 0;
+    // Pieces of 8 codes, 16 in the columns of a scale, of which a thread has two. It takes them so that what is read at
+    // once lies in different banks (rows of 656 bytes begin 16 bytes further each), and what is written, too.
+    u32 piece = COPIERS == 8 ? (own + 6 * (local % 2)) % 16 : own;
+    u32 top = 0, factor = 0, any = 0;
+    bool plain = false;
 #pragma unroll
-    for (int j = 0; j < 32 / COPIERS; j++) {
-        uint4 codes = *(const uint4*)(from + 16 * (COPIERS * j + own));
-        const u32 w[4] = {codes.x, codes.y, codes.z, codes.w};
-        u32 factor = 0, x[8];
+    for (int i = 0; i < 64 / COPIERS; i++) {
+        u32 place = (COPIERS == 8 ? i / 2 : 2 * (i / 2) + (int)own / 8) * 16 + (piece ^ i % 2 * 8);
+        uint2 codes = *(const uint2*)(from + 8 * place);
+        const u32 w[2] = {codes.x, codes.y};
+        u32 x[4];
         if constexpr (!EXACT) {
-            float mine = COPIERS == 8 ? scale[j % 4] : own < 8 ? scale[2 * j % 4] : scale[(2 * j + 1) % 4];
-            u32 bits = __float_as_uint(mine), exponent = bits >> 23;
-            if ((bits & 0x7fffff) == 0 && exponent >= FIRST_SCALE && exponent <= LAST_SCALE) factor = factor_of(exponent);
-            else odd |= ((w[0] | w[1] | w[2] | w[3]) & 0x7f7f7f7fu) != 0;
+            if (i % 2 == 0) {
+                float mine = COPIERS == 8 ? scale[i / 2] : own < 8 ? scale[i / 2 * 2 % 4] : scale[(i / 2 * 2 + 1) % 4];
+                float by = DECODES ? mine : 256 * mine;
+                factor = pair_f16(by, by);
+                u32 bits = __float_as_uint(mine);
+                plain = (bits & 0x7fffff) == 0 && bits - (FIRST_SCALE << 23) <= (u32)(LAST_SCALE - FIRST_SCALE) << 23;
+                any = w[0] | w[1];
+            } else {
+                any |= w[0] | w[1];
+                odd |= !plain && (any & 0x7f7f7f7fu);
+            }
         }
 #if DECODES
         if constexpr (!EXACT) {
+            from_e4m3(x[0], x[1], w[0]);
+            from_e4m3(x[2], x[3], w[1]);
 #pragma unroll
-            for (int i = 0; i < 8; i += 2) from_e4m3(x[i], x[i + 1], w[i / 2]);
-#pragma unroll
-            for (int i = 0; i < 8; i++) top = larger_f16_or_nan(top, x[i] = scaled_f16(x[i], factor));
+            for (int j = 0; j < 4; j++) top = larger_f16_or_nan(top, x[j] = scaled_f16(x[j], factor));
         }
 #endif
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            u32 both = __byte_perm(w[i / 2], 0, i % 2 ? 0x3424 : 0x1404);
+        for (int j = 0; j < 4; j++) {
+            u32 both = __byte_perm(w[j / 2], 0, j % 2 ? 0x3424 : 0x1404);
             if constexpr (EXACT) {
-                x[i] = with_nan(both, scaled(two_values<7>(both), 0x7b807b80u));  // 2^120
+                x[j] = with_nan(both, scaled(two_values<7>(both), 0x7b807b80u));  // 2^120
             } else if (!DECODES) {
-                x[i] = scaled_f16(two_values<10>(both), factor);
-                if (i == 0) top = 0;
-                top = larger_f16(top, x[i]);
+                x[j] = scaled_f16(two_values<10>(both), factor);
+                if (j == 0) top = 0;
+                top = larger_f16(top, x[j]);
             }
         }
         if constexpr (!EXACT && !DECODES) {
@@ -81,12 +87,7 @@ __device__ __forceinline__ void unpack(Shared& s, u32 stage, u32 tile, u32& larg
             // The code of NaN is the one above that of the largest number.
             odd |= max(top & 0xffff, top >> 16) > (factor & 0xffff | 0x300);
         }
-        // 16 codes become two pieces. Half the lanes begin with the second: all eight are in different banks.
-        u32 second = own / 4 % 2;
-        char* group = to + 32 * (COPIERS * j + own);
-        uint4 one = make_uint4(x[0], x[1], x[2], x[3]), two = make_uint4(x[4], x[5], x[6], x[7]);
-        *(uint4*)(group + second * 16) = second ? two : one;
-        *(uint4*)(group + (1 - second) * 16) = second ? one : two;
+        *(uint4*)(to + 16 * place) = make_uint4(x[0], x[1], x[2], x[3]);
     }
     if (own < 8) *(uint4*)(to + 1024 + own * 16) = *(const uint4*)(from + 528 + 16 * own);
     if constexpr (EXACT) {

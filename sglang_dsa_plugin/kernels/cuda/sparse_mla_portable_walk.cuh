@@ -56,9 +56,11 @@ __device__ __forceinline__ void score_exactly(const Arguments& a, const Item& it
 #if FP8
 #define EARLY (TILES * TILE >= HEADS ? STAGES : 0)
 #define FIRST_STAGE 0
+#define FIRST_ASKED STAGES                  // the first tile that is copied in the loop
 #else
 #define EARLY (STAGES * TILE > HEADS ? STAGES - HEADS / TILE : 0)
 #define FIRST_STAGE (HEADS / TILE % STAGES)
+#define FIRST_ASKED (STAGES - 1)
 #endif
 
 // Tiles on their way while others are worked on. item.end becomes the end of the picks. False where the block has to go
@@ -67,6 +69,11 @@ __device__ __forceinline__ void score_exactly(const Arguments& a, const Item& it
 // nobody reads the last one; and one at the end.
 __device__ __forceinline__ bool sum(const Arguments& a, Item& item, Shared& s, u32 memory, Copier& copier, Sums& acc,
                                     u32& largest) {
+#if ASKS
+#pragma unroll
+    for (int t = 0; t < SLOTS_AHEAD; t++)
+        copier.ask(s, item, item.first + TILE * (FIRST_ASKED + t), FIRST_ASKED + t);
+#endif
     copier.queries(a, item, memory);
     slot_t slots[STAGES];
 #pragma unroll
@@ -99,7 +106,6 @@ __device__ __forceinline__ bool sum(const Arguments& a, Item& item, Shared& s, u
         __syncwarp();  // other lanes have read what the next copies overwrite
     };
     u32 tile = 0, copied = STAGES;
-    copier.ahead = copier.slot(item, item.first + TILE * STAGES);
     const int end = max(item.end, item.first);
     // From two tiles ahead of the first on, for which there is nothing to sum yet.
 #pragma unroll 1
@@ -109,8 +115,8 @@ __device__ __forceinline__ bool sum(const Arguments& a, Item& item, Shared& s, u
         // What was unpacked behind the last barrier but one: the next such writes elsewhere.
         if (summing && s.odd[(number + 1) % 2]) break;
         unpack_next(summing ? number % 2 : 1);
-        copier.begin(a, s, copier.ahead, next, copied++);
-        copier.ahead = copier.slot(item, at + TILE * (STAGES + 3));
+        copier.begin(a, s, copier.asked(s, item, at + TILE * (STAGES + 2), copied), next, copied);
+        copier.ask(s, item, at + TILE * (STAGES + 2 + SLOTS_AHEAD), copied + SLOTS_AHEAD);
         if (summing) {
             sums_of_tile<false>(s, acc, number % 2, memory + tile * STAGE_BYTES, largest,
                                 [&](int step, int steps) { copier.at_step(step, steps); });
@@ -120,6 +126,7 @@ __device__ __forceinline__ bool sum(const Arguments& a, Item& item, Shared& s, u
 #pragma unroll
             for (int j = 0; j < COPIES; j++) copier.part(j);
         }
+        copied++;
         copies_end();
         place = place == 2 ? 0 : place + 1;
         next = next + 1 == STAGES ? 0 : next + 1;
@@ -130,7 +137,9 @@ __device__ __forceinline__ bool sum(const Arguments& a, Item& item, Shared& s, u
 #else
 #pragma unroll
     for (int t = EARLY; t < STAGES - 1; t++) copier.tile(a, s, slots[t], (t + FIRST_STAGE) % STAGES, t);
+#if !ASKS
     copier.ahead = slots[STAGES - 1];
+#endif
     u32 stage = FIRST_STAGE, last = (FIRST_STAGE + STAGES - 1) % STAGES;  // of this tile, and of the one before
     copies_wait<STAGES - 2>();
     __syncthreads();
@@ -138,8 +147,9 @@ __device__ __forceinline__ bool sum(const Arguments& a, Item& item, Shared& s, u
 #pragma unroll 1
     for (int at = item.first; at < item.end; at += TILE) {
         __syncthreads();
-        copier.begin(a, s, copier.ahead, last, number + STAGES - 1);
-        copier.ahead = copier.slot(item, at + TILE * STAGES);
+        u32 coming = number + STAGES - 1;
+        copier.begin(a, s, copier.asked(s, item, at + TILE * (STAGES - 1), coming), last, coming);
+        copier.ask(s, item, at + TILE * (STAGES - 1 + SLOTS_AHEAD), coming + SLOTS_AHEAD);
         sums_of_tile<false>(s, acc, number % 2, memory + stage * STAGE_BYTES, largest,
                             [&](int step, int steps) { copier.at_step(step, steps); });
         copies_end();

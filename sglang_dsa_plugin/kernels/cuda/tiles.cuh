@@ -15,6 +15,13 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, bool real) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
 }
 
+// The same for BYTES bytes, 4 or 8.
+template <int BYTES>
+__device__ __forceinline__ void copy_few(u32 to, const void* from, bool real) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(real ? BYTES : 0)
+                 : "memory");
+}
+
 // This thread's copies since the last call are a group.
 __device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

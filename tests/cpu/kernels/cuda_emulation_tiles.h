@@ -52,6 +52,7 @@ inline char* at_address(u32 at, u32 bytes) {
 struct Copy {
     char* to;
     const void* from;  // none: zeros
+    u32 bytes;
 };
 static std::deque<std::vector<Copy>> copies_of[THREADS];  // groups on their way, the last one still open
 static std::vector<Copy>& open_copies() {
@@ -59,12 +60,14 @@ static std::vector<Copy>& open_copies() {
     if (groups.empty()) groups.emplace_back();
     return groups.back();
 }
-inline void copy16(u32 to, const void* from, bool real) {
-    if ((u64)from % 16) die("copy from an odd address");
-    char* there = at_address(to, 16);
-    memset(there, 0x7f, 16);
-    open_copies().push_back({there, real ? from : nullptr});
+template <int BYTES>
+inline void copy_few(u32 to, const void* from, bool real) {
+    if ((u64)from % BYTES) die("copy from an odd address");
+    char* there = at_address(to, BYTES);
+    memset(there, 0x7f, BYTES);
+    open_copies().push_back({there, real ? from : nullptr, BYTES});
 }
+inline void copy16(u32 to, const void* from, bool real) { copy_few<16>(to, from, real); }
 inline void copies_end() {
     open_copies();
     copies_of[now->thread].emplace_back();
@@ -75,8 +78,8 @@ inline void copies_wait() {
     auto& groups = copies_of[now->thread];
     for (; (int)groups.size() > N + 1; groups.pop_front())
         for (const Copy& c : groups.front())
-            if (c.from) memcpy(c.to, c.from, 16);
-            else memset(c.to, 0, 16);
+            if (c.from) memcpy(c.to, c.from, c.bytes);
+            else memset(c.to, 0, c.bytes);
 }
 
 inline void loads_stay() {}

@@ -113,7 +113,7 @@ SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
 
 @pytest.mark.parametrize("layout", sparse_mla_portable.LAYOUTS)
-@pytest.mark.parametrize(("heads", "rows"), [(32, 4096), (128, 4096), (128, 16)])
+@pytest.mark.parametrize(("heads", "rows"), [(32, 4096), (128, 4096), (128, 64), (128, 16)])
 @pytest.mark.parametrize("sm", SHARED_KIB)
 def test_portable_sparse_mla(sm, heads, rows, layout):
     plan = sparse_mla_portable.choose(Gpu("cuda", sm, 132, SHARED_KIB[sm]), layout, rows, heads, 2048)

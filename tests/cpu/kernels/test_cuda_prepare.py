@@ -42,12 +42,13 @@ def test_nothing_is_loaded_where_nothing_is_taken():
 
 @pytest.mark.parametrize(("sm", "shared"), [(80, 163), (86, 99), (120, 99)])
 @pytest.mark.parametrize("layout", sparse_mla_portable.LAYOUTS)
-def test_both_forms_of_the_portable_kernel_are_loaded(sm, shared, layout):
-    """Few rows are shared out, and their parts joined; many are not."""
+def test_all_forms_of_the_portable_kernel_are_loaded(sm, shared, layout):
+    """Few rows are shared out, and their parts joined; many are not, and copies of very many bf16 rows are spread."""
     gpu = index_tables.Gpu("cuda", sm, 108, shared)
     forms = prepare.server_forms(gpu, 0, 2048, None, (layout, 128, 16))
-    assert sorted(macros["PARTIAL"] for _, _, macros, _ in forms) == [0, 1]
-    for rows in (16, 64, 4096):
+    found = [(0, 0), (0, 1), (1, 0)] if (layout, shared) == ("bf16_1152", 163) else [(0, 0), (1, 0)]
+    assert sorted((macros["PARTIAL"], macros["SPREAD"]) for _, _, macros, _ in forms) == found
+    for rows in (16, 64, 511, 512, 4096):
         plan = sparse_mla_portable.choose(gpu, layout, rows, 128, 2048)
         macros = plan.defines(lengths=True, sink=False, wide_slots=False, pdl=sm >= 90)
         assert (sparse_mla_portable.SOURCE, sparse_mla_portable.NAME, macros, plan.shared_bytes) in forms

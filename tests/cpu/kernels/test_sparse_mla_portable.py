@@ -143,6 +143,8 @@ class Form:
 FORMS = {
     "64 heads": Form(Plan(64, 3, 224, 1), 64, 200, sink=True),
     "tiles of 16": Form(Plan(64, 4, 128, 1, tile=16, kept=32), 40, 128, lengths=True, sink=True),
+    "spread": Form(Plan(64, 3, 96, 3, spread=True), 60, 250, lengths=True, wide=True),
+    "spread, five stages": Form(Plan(64, 5, 224, 1, spread=True), 40, 200, sink=True),
     "four stages": Form(Plan(64, 4, 416, 1), 64, 400, sink=True),
     "splits": Form(Plan(64, 3, 96, 4), 50, 300, lengths=True),
     "32 heads": Form(Plan(32, 5, 192, 1), 20, 171, wide=True),
@@ -158,6 +160,7 @@ FORMS = {
 
 
 SHORT = {"tiles of 16", "splits", "splits of 32 heads", "fp8, splits", "fp8, tiles of 16", "together", "fp8, together"}
+SHORT |= {"spread"}
 PARAMS = [pytest.param(name, marks=() if name in SHORT else pytest.mark.full) for name in FORMS]
 
 
