@@ -23,8 +23,8 @@ MEASURED: dict[tuple[str, str], Where] = {
     ("sparse_mla", "flash_mla"): Where(sm=_HOPPER, heads=_MANY_HEADS, min_rows=MANY_ROWS),
     # H200, S = 32K, k = 2048, 128 heads, 2026-11-30, microseconds of theirs, adapter included, against Triton: bf16
     # 34.3 / 37.7 (B = 16), 75 / 110 (64), fp8 17.2 / 17.3 (1), 37.6 / 56.3 (16); and with triton 3.6 64
-    # rows of fp8 89.4 / 150, prefill of 4096 rows 4085 / 5977, fp8 5136 / 8675. 64 heads were measured with kernels
-    # that are gone: 28.5 / 65.6 (bf16, 16 rows), 29.2 / 51.6 (fp8).
+    # rows of fp8 89.4 / 150, prefill of 4096 rows 4085 / 5977, fp8 5136 / 8675. With 64 heads and 16 rows
+    # CUDA C++ is ahead on an H200 (2026-12-01: 28.7 / 26.6 in bf16, 29.6 / 29.2 in fp8), where tuned/ decides.
     ("sparse_mla", "fa3"): Where(sm=_HOPPER, heads=_MANY_HEADS, min_rows=SOME_ROWS),
     ("sparse_mla", "flash_mla_kv"): Where(sm=_HOPPER, heads=_MANY_HEADS, min_rows=SOME_ROWS),
     ("dense_mha", "fa3"): Where(sm=_HOPPER),

@@ -124,7 +124,9 @@ class DsaPool(DSATokenToKVPool):
 
 
 class IndexKeyCacheFacade:
-    """What inherited methods of SGLang's pool, HiCache and transfers ask of an index-key cache, by `IndexPages`."""
+    """What inherited methods of SGLang's pool, HiCache and transfers ask of an index-key cache, by `IndexPages`; not
+    `get_k_and_scale`, which serves the built-in indexer's gather alone.
+    """
 
     def __init__(self, pool: DsaPool, pages: IndexPages) -> None:
         self.pool = pool
@@ -137,27 +139,16 @@ class IndexKeyCacheFacade:
     def clear(self) -> None:
         self.pages.clear()
 
-    def move(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        self.pages.move(tgt_loc, src_loc)
-
     def get_local_buffer(self, layer_id: int) -> torch.Tensor:
         """Pages of a layer; waits for a running transfer of it."""
         if self.pool.layer_transfer_counter is not None:
             self.pool.layer_transfer_counter.wait_until(layer_id - self.pool.start_layer)
         return self.pages.buffer[layer_id - self.pool.start_layer]
 
-    get_buffer = get_local_buffer
-
     def store_quantized(
         self, layer_id: int, loc: torch.Tensor, index_k: torch.Tensor, index_k_scale: torch.Tensor
     ) -> None:
         self.pages.store(layer_id - self.pool.start_layer, loc, index_k, index_k_scale)
-
-    def cpu_copy(self, indices: torch.Tensor) -> Any:
-        return self.pages.to_host(indices)
-
-    def load_cpu_copy(self, index_k_cpu: Any, indices: torch.Tensor) -> None:
-        self.pages.from_host(index_k_cpu, indices)
 
     def state_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
         """Pointers, lengths and item sizes (one page) of all layers' pages; 0 items where a layer owns none."""

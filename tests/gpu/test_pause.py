@@ -1,6 +1,7 @@
 """A pause in which the memory of weights and cache is given away, and a new load of the weights, change no answer."""
 
 import pytest
+import torch
 
 from tests.server.conftest import server, slot  # noqa: F401
 from tests.server.harness import ModelSpec, ServerSpec, random_prompt
@@ -42,11 +43,14 @@ def post(server, path, body):  # noqa: F811
 def test_answers_are_the_same_after_a_pause(server, record_testsuite_property):  # noqa: F811
     before = answers(server)
     noise = difference(before, answers(server))
+    free = torch.cuda.mem_get_info()[0]
     post(server, "/release_memory_occupation", {})
+    # The cache alone is 3 layers of 20,000 tokens with 788 bytes or more.
+    assert torch.cuda.mem_get_info()[0] - free > 40 << 20
     post(server, "/resume_memory_occupation", {})
     loaded = post(server, "/update_weights_from_disk", {"model_path": str(server.spec.model.path())})
     assert loaded.json()["success"], loaded.text[:500]
     after = difference(before, answers(server))
     record_testsuite_property(server.spec.name, f"after a pause {after:.3g}, between two of the same {noise:.3g}")
     assert noise < 0.05
-    assert after <= 2 * noise
+    assert after <= 2 * noise  # none, where two of the same are equal

@@ -14,7 +14,7 @@ __device__ __forceinline__ void barrier_init(Barrier& b) {
 
 // A barrier of one warp, by all its lanes: the first initialises it, and may begin copies that tell it; others may wait
 // after a __syncwarp(). All have its address in a register, needed or not: compute-sanitizer takes what any lane has
-// there for written (docs/architecture.md).
+// there for written (docs/racecheck.md).
 __device__ __forceinline__ void warp_barrier_init(Barrier& b, int lane) {
     asm volatile("" ::"r"(shared_address(&b)));
     if (lane == 0) barrier_init(b);

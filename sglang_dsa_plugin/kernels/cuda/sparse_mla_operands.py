@@ -1,4 +1,6 @@
-"""What both launchers of sparse MLA in CUDA C++ (sparse_mla.py, sparse_mla_portable.py) make of a call's tensors."""
+"""What both launchers of sparse MLA in CUDA C++ (sparse_mla.py, sparse_mla_portable.py) make of a call's tensors;
+queries on 16-byte bounds are FA3's, too.
+"""
 
 from __future__ import annotations
 

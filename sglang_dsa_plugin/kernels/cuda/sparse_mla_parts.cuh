@@ -55,7 +55,7 @@ __device__ __forceinline__ void warp_arrive(u32 at, u32 other, bool first) {
 }
 
 // Before a warp gives back what bulk copies fill next: the copying group has the fence that this needs, between its wait
-// and its copies. READERS_FENCE puts one here, too, behind the reads themselves (docs/architecture.md).
+// and its copies. READERS_FENCE puts one here, too, behind the reads themselves (docs/racecheck.md).
 __device__ __forceinline__ void done_reading() {
     if (READERS_FENCE) fence_bulk();
 }

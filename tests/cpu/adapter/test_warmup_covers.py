@@ -209,6 +209,8 @@ def load_scores(topk, heads, layout, scores, requests=2048):
         (2048, 16, "bf16_1152", "deep_gemm", 131072, 45_000, [1, 2, 4, 8]),
         (2048, 128, "bf16_1152", "triton", 131072, 45_000, GRAPHS),
         (2048, 64, "fp8_656", "deep_gemm", 131072, 45_000, []),
+        (2048, 32, "fp8_656", "deep_gemm", 131072, 45_000, GRAPHS),
+        (2048, 24, "fp8_656", "triton", 131072, 45_000, []),
     ],
     ids=lambda value: f"{len(value)} graphs" if isinstance(value, list) else None,
 )
