@@ -2,7 +2,8 @@
 
 One row per (operator, implementation). `choose()` walks the rows of an operator in order of preference and returns
 the first whose features cover the request, together with the reason in words and why each earlier row was passed
-over. Operators, the doctor, the docs and the tests all read this table; nothing else decides.
+over. A GPU's own measured choices (tuned.py) go ahead of that order. Operators, the doctor, the docs and the tests all
+read this table; nothing else decides.
 
 Features of a row: device types, SM list (CUDA only; None is any), layouts, head counts and a cap on k (None is any).
 What a kernel can do and where it is worth taking are kept apart: a row with `first` is taken unasked only where that
@@ -139,7 +140,7 @@ def _choose(operator: str, impl: str | None, asked: Request) -> Choice:
                 f"{operator}: impl={impl!r} does not exist; it has {', '.join(r.name for r in candidates)}"
             )
         candidates = tuple(named)
-    rejected: dict[str, str] = {}
+    rejected, here = {}, asked.device
     for row in candidates:
         if impl is None and row.by_name_only:
             continue
@@ -147,9 +148,9 @@ def _choose(operator: str, impl: str | None, asked: Request) -> Choice:
         if why is None:
             where = asked.device if asked.device != "cuda" else f"cuda {sm_name(asked.sm)}"
             reason = f"asked for by name on {where}" if impl else f"first of the table that serves {where}"
-            if rejected:
-                reason += "; passed over: " + "; ".join(f"{n} ({w})" for n, w in rejected.items())
-            return Choice(row, reason)
+            # What is for other devices says nothing here.
+            over = [f"{r.name} ({rejected[r.name]})" for r in candidates if r.name in rejected and here in r.devices]
+            return Choice(row, "; ".join([reason, f"passed over: {over[0]}", *over[1:]] if over else [reason]))
         rejected[row.name] = why
     what = f"impl={impl!r} cannot run here" if impl else "no implementation can run here"
     raise NotServed(f"{operator}: {what}: " + "; ".join(f"{n}: {w}" for n, w in rejected.items()))

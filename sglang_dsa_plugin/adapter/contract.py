@@ -1,14 +1,16 @@
-"""Every name and signature of SGLang this package relies on, in one table, checked before any hook is queued.
+"""Names and signatures of SGLang that hooks and subclasses rely on, in one table, checked before any hook is queued.
 
 A renamed symbol then stops the server with its name, instead of leaving a hook unapplied and the built-in in place.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import pkgutil
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -20,6 +22,11 @@ _SRT = "sglang.srt."
 
 class ContractError(RuntimeError):
     """SGLang is not the one this package was written for; the message lists every mismatch."""
+
+
+# Methods of ours that SGLang looks for by name, and the module that asks: without the question it would take another
+# path, and nothing would fail.
+ASKED_FOR = (("models.deepseek_common.attention_forward_methods.forward_mha", "prepare_prefill_qkv"),)
 
 
 @dataclass(frozen=True)
@@ -152,6 +159,7 @@ def problems() -> list[str]:
     from sglang.srt.arg_groups import resolution_hooks
 
     found += [f"resolution step {s} is gone" for s in STEPS if s not in resolution_hooks._OVERRIDABLE_HOOKS]
+    found += [f"{module} no longer asks for {name}" for module, name in ASKED_FOR if not _asks(module, name)]
     return found
 
 
@@ -170,6 +178,12 @@ def _installed() -> str:
         return version("sglang")
     except PackageNotFoundError:
         return "not"
+
+
+def _asks(module: str, name: str) -> bool:
+    """Whether the module's source, which is not imported, has the name."""
+    spec = importlib.util.find_spec(f"sglang.srt.{module}")
+    return spec is not None and spec.origin is not None and name in Path(spec.origin).read_text(encoding="utf-8")
 
 
 def _symbol_problem(symbol: Symbol) -> str | None:

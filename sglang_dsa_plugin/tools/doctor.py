@@ -1,7 +1,7 @@
 """sglang-dsa doctor: what is installed here, which choices the plugin makes and why, and what stands in the way.
 
-The answers come from where the server takes them (support table, plan, platform choice, contract), so the doctor cannot
-say one thing while the server does another. It must still speak where torch or sglang is missing or broken; therefore
+The answers come from where the server takes them (support table, plan, platform choice, contract), so where the
+question is the same, so is the answer. It must still speak where torch or sglang is missing or broken; therefore
 they are imported inside the functions that need them, and a failure becomes a problem in words.
 """
 
@@ -145,7 +145,7 @@ def _operator(report: Report, operator: str, device: str, sm: int | None) -> dic
     from sglang_dsa_plugin import plan, support
 
     try:
-        # As in decode; the plans say where prefill differs.
+        # As in decode of one request; many rows and heads may take another, which the server's start-up line has.
         choice = support.choose(operator, device=device, sm=sm, impl=plan.forced_impl(operator), rows=1)
         choice.implementation.load()
     except Exception as error:

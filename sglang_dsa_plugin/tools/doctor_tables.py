@@ -59,7 +59,7 @@ def _plans(report: Report) -> Table:
 
 def _operators(report: Report) -> Table:
     """Operators that run the same way for the same reason share a row."""
-    table = _table("Operators", "implementation", "why", "of")
+    table = _table("Operators, for one row of few heads", "implementation", "why", "of")
     alike: dict[tuple[str, str], list[str]] = {}
     for operator, choice in report.choices.get("operators", {}).items():
         alike.setdefault((choice["implementation"] or "none", choice["reason"]), []).append(operator)
@@ -69,7 +69,9 @@ def _operators(report: Report) -> Table:
 
 
 def _kernels(report: Report) -> Table:
-    table = _table("Optional kernel packages (installed with SGLang)", "module", "version", "imports here")
+    table = _table(
+        "Optional kernel packages (installed with SGLang, for GPUs only)", "module", "version", "imports here"
+    )
     for module, facts in report.kernels.items():
         table.add_row(module, facts["version"] or "-", "yes" if facts["imports"] else escape(f"no: {facts['error']}"))
     return table

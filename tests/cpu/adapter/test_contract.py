@@ -37,6 +37,15 @@ def test_a_renamed_symbol_or_parameter_is_named(monkeypatch, symbol, message):
         contract.require()
 
 
+def test_a_question_for_a_method_of_ours_that_is_gone_is_named(monkeypatch):
+    monkeypatch.setattr(contract, "ASKED_FOR", ((contract.ASKED_FOR[0][0], "prepare_something_else"), ("gone", "x")))
+    found = contract.problems()
+    assert found == [
+        f"{contract.ASKED_FOR[0][0]} no longer asks for prepare_something_else",
+        "gone no longer asks for x",
+    ]
+
+
 def test_a_renamed_resolution_step_is_named(monkeypatch):
     monkeypatch.setattr(contract, "STEPS", ("handle_nothing",))
     assert contract.problems() == ["resolution step handle_nothing is gone"]
