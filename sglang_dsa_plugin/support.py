@@ -140,7 +140,8 @@ def _choose(operator: str, impl: str | None, asked: Request) -> Choice:
                 f"{operator}: impl={impl!r} does not exist; it has {', '.join(r.name for r in candidates)}"
             )
         candidates = tuple(named)
-    rejected, here = {}, asked.device
+    rejected: dict[str, str] = {}
+    here = asked.device
     for row in candidates:
         if impl is None and row.by_name_only:
             continue
