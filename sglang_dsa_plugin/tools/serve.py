@@ -55,6 +55,11 @@ def main(arguments: Sequence[str]) -> int:
     except Failure as failure:
         say(f"error: {failure}")
         return 1
+    except BrokenPipeError:
+        # The interpreter flushes standard output once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        say("error: nobody reads the standard output any more")
+        return 1
 
 
 def runs_on_cpu() -> bool:
@@ -116,8 +121,8 @@ def stop(server: subprocess.Popen[bytes]) -> None:
 
     before = {number: signal.signal(number, kill) for number in SIGNALS}
     if server.poll() is None:
-        say("stopping the server")
         server.terminate()
+        say("stopping the server")
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(STOP_GRACE_S)
     kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import ssl
 import subprocess
@@ -19,7 +20,15 @@ IN_USE = re.compile(r"sglang-dsa-plugin \S+ serves .*")
 
 def say(text: str) -> None:
     """A message for the person; standard output is kept for answers and addresses."""
-    print(text, file=sys.stderr, flush=True)
+    _write(f"{text}\n")
+
+
+def _write(text: str) -> None:
+    """To standard error, if it is still there: with its terminal closed or its pipe ended a server is stopped all the
+    same, and nobody reads how.
+    """
+    with contextlib.suppress(OSError):
+        print(text, end="", file=sys.stderr, flush=True)
 
 
 def wait_ready(server: subprocess.Popen[bytes], launch: Launch, log: Path, limit_s: float | None) -> float:
@@ -51,7 +60,7 @@ class Progress:
         """Show it, if it is time to."""
         line = f"starting, {seconds:3.0f} s: {what[:90]}"
         if self._terminal:
-            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+            _write(f"\r\033[K{line}")
         elif seconds >= self._next:
             say(line)
             self._next = seconds + 10
@@ -59,7 +68,7 @@ class Progress:
     def clear(self) -> None:
         """Leave an empty line for what comes next."""
         if self._terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            _write("\r\033[K")
 
 
 def _healthy(url: str) -> bool:

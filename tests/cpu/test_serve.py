@@ -1,0 +1,104 @@
+"""How scripts/serve.sh ends and waits: whatever becomes of its terminal, and whoever answers on the port."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sglang_dsa_plugin.tools.serve_plan import Launch
+
+ROOT = Path(__file__).parents[2]
+
+
+def launch_of(code, port=1):
+    """A server that is this Python program."""
+    return Launch([sys.executable, "-c", code], "127.0.0.1", port, "http", None, ())
+
+
+@pytest.fixture
+def dead_pipe():
+    """The write end of a pipe that nobody reads, as `serve.sh 2>&1 | head` leaves it."""
+    read, write = os.pipe()
+    os.close(read)
+    yield write
+    os.close(write)
+
+
+def python(code, *arguments, **options):
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, **options)
+
+
+def alive(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and "Z" not in stat.read_text().split(")")[1]
+
+
+def wait_for(found, what, limit_s=30):
+    end = time.monotonic() + limit_s
+    while not found():
+        assert time.monotonic() < end, f"no {what} after {limit_s} s"
+        time.sleep(0.05)
+
+
+# A terminal that is closed, a pipe that ended
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_messages_and_progress_outlive_standard_error(dead_pipe, terminal):
+    code = (
+        "import sys\nfrom sglang_dsa_plugin.tools.serve_wait import Progress, say\n"
+        f"sys.stderr.isatty = lambda: {terminal}\n"
+        "say('text')\nprogress = Progress()\nprogress.show(0, 'text')\nprogress.clear()\nprint('alive', flush=True)\n"
+    )
+    process = python(code, stdout=subprocess.PIPE, stderr=dead_pipe, text=True)
+    assert process.communicate(timeout=60)[0] == "alive\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+def test_no_server_is_left_when_standard_error_is_gone(dead_pipe, number, tmp_path):
+    log = tmp_path / "serve.log"
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom sglang_dsa_plugin.tools import serve\n"
+        "from sglang_dsa_plugin.tools.serve_plan import Launch\n"
+        "server = 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'\n"
+        "launch = Launch([sys.executable, '-c', server], '127.0.0.1', 1, 'http', None, ())\n"
+        "serve.stop_with_this_command()\n"
+        "with serve.running(launch, Path(sys.argv[1])):\n    time.sleep(600)\n"
+    )
+    process = python(code, log, stderr=dead_pipe)
+    try:
+        wait_for(lambda: log.exists() and log.read_text().endswith("\n"), "server")
+        pid = int(log.read_text())
+        assert alive(pid)
+        process.send_signal(number)
+        process.wait(60)
+        left = alive(pid)
+        if left:
+            os.kill(pid, signal.SIGKILL)
+        assert not left
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_standard_output_that_nobody_reads_ends_the_command_with_its_server(dead_pipe, tmp_path):
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom sglang_dsa_plugin.tools import serve\n"
+        "from sglang_dsa_plugin.tools.serve_plan import Launch\n"
+        "server = 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'\n"
+        "launch = Launch([sys.executable, '-c', server], '127.0.0.1', 1, 'http', None, ())\n"
+        "serve.runs_on_cpu = lambda: True\nserve.plan_launch = lambda *_, **__: launch\n"
+        "def wait(*_):\n"
+        "    while not Path(sys.argv[1], '.logs', 'serve-1.log').read_text().endswith('\\n'): pass\n"
+        "    return 0.0\n"
+        "serve.wait_ready = wait\nsys.exit(serve.main([sys.argv[1]]))\n"
+    )
+    process = python(code, tmp_path, stdout=dead_pipe, stderr=subprocess.PIPE, text=True)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    assert said.splitlines()[-1] == "error: nobody reads the standard output any more"
+    assert not alive(int((tmp_path / ".logs" / "serve-1.log").read_text()))
