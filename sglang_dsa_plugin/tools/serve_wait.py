@@ -32,17 +32,23 @@ def _write(text: str) -> None:
 
 
 def wait_ready(server: subprocess.Popen[bytes], launch: Launch, log: Path, limit_s: float | None) -> float:
-    """Seconds until the server answered /health, with a progress line meanwhile. Raises Failure when it died."""
+    """Seconds until the server answered /health, with a progress line meanwhile. Raises Failure when it died.
+
+    An answer counts only while the server itself listens on the port: until it does, another program may.
+    """
     start = time.monotonic()
     progress = Progress()
-    while not _healthy(launch.url):
+    other = ""
+    while not ((healthy := _healthy(launch.url)) and listens(server.pid, launch.port)):
         waited = time.monotonic() - start
+        if healthy:
+            other = f"\nport {launch.port} is answered by another program: give another --port, or end that program"
         if server.poll() is not None:
             progress.clear()
-            raise Failure(died(server.returncode, log))
+            raise Failure(died(server.returncode, log, launch) + other)
         if limit_s is not None and waited > limit_s:
             progress.clear()
-            raise Failure(f"the server was not ready after {limit_s:.0f} s; its log: {log}")
+            raise Failure(f"the server was not ready after {limit_s:.0f} s; its log: {log}{other}")
         progress.show(waited, _last_line(log))
         time.sleep(0.5)
     progress.clear()
@@ -79,6 +85,24 @@ def _healthy(url: str) -> bool:
         return False
 
 
+def listens(pid: int, port: int) -> bool:
+    """Whether the process or one below it accepts connections on the port.
+
+    The log does not say so under every --log-level, and not in the same words with every HTTP server of SGLang's.
+    """
+    import psutil  # type: ignore[import-untyped]
+
+    try:
+        process = psutil.Process(pid)
+        return any(
+            connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+            for one in (process, *process.children(recursive=True))
+            for connection in one.net_connections("tcp")
+        )
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return False
+
+
 def _opener() -> urllib.request.OpenerDirector:
     """Straight to this machine: no proxy, and its own certificate (if any) is not questioned."""
     context = ssl.create_default_context()
@@ -101,8 +125,10 @@ _RAISED = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*: \S.*")
 _SAID = re.compile(r"sglang-dsa-plugin could not start: .*|(?:sglang-dsa-plugin|sglang serve|\S+\.py): error: .*")
 
 
-def died(status: int, log: Path) -> str:
-    """What a dead server's log gives as the cause: the last different exceptions, or its last lines when none."""
+def died(status: int, log: Path, launch: Launch | None = None) -> str:
+    """What a dead server's log gives as the cause: the last different exceptions, or its last lines when none; with
+    launch, what its model's name was taken for.
+    """
     lines = log.read_text(errors="replace").splitlines()
     in_traceback = False
     causes: list[str] = []
@@ -113,7 +139,8 @@ def died(status: int, log: Path) -> str:
             causes = [c for c in causes if c != line] + [line]
             in_traceback = False
     shown = causes[-4:] or [line for line in lines if line.strip()][-20:]
-    return "\n  ".join([f"the server ended with status {status}; its log: {log}", *shown])
+    note = f"\n{launch.model_note}" if launch is not None and launch.model_note else ""
+    return "\n  ".join([f"the server ended with status {status}; its log: {log}", *shown]) + note
 
 
 def in_use(log: Path) -> str | None:

@@ -1,15 +1,20 @@
 """How scripts/serve.sh ends and waits: whatever becomes of its terminal, and whoever answers on the port."""
 
+import http.server
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from sglang_dsa_plugin.tools.serve_plan import Launch
+from sglang_dsa_plugin.tools import serve
+from sglang_dsa_plugin.tools.serve_plan import Failure, Launch
+from sglang_dsa_plugin.tools.serve_wait import wait_ready
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,3 +107,62 @@ def test_a_standard_output_that_nobody_reads_ends_the_command_with_its_server(de
     assert process.returncode == 1
     assert said.splitlines()[-1] == "error: nobody reads the standard output any more"
     assert not alive(int((tmp_path / ".logs" / "serve-1.log").read_text()))
+
+
+# Another program on the port
+
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def another_program():
+    """The port of a program that answers every question with 200."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
+        thread.join()
+
+
+def test_another_programs_answer_is_not_the_servers(another_program, tmp_path):
+    launch, log = launch_of("import time; time.sleep(600)", another_program), tmp_path / "serve.log"
+    with serve.running(launch, log) as server, pytest.raises(Failure) as failure:
+        wait_ready(server, launch, log, limit_s=1)
+    assert "not ready after 1 s" in str(failure.value)
+    assert f"port {another_program} is answered by another program" in str(failure.value)
+
+
+def test_a_server_that_found_its_port_taken_is_told_by_the_port(another_program, tmp_path):
+    code = f"import socket, time; time.sleep(2); socket.create_server(('127.0.0.1', {another_program}))"
+    launch, log = launch_of(code, another_program), tmp_path / "serve.log"
+    with serve.running(launch, log) as server, pytest.raises(Failure) as failure:
+        wait_ready(server, launch, log, limit_s=30)
+    assert "OSError: [Errno 98]" in str(failure.value)
+    assert f"port {another_program} is answered by another program: give another --port" in str(failure.value)
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_the_servers_own_answer_counts_without_a_word_in_its_log(below, tmp_path):
+    """As with --log-level warning; below: a process that the server started listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    code = (
+        "from http.server import *\nclass H(BaseHTTPRequestHandler):\n"
+        " def do_GET(self): self.send_response(200); self.end_headers()\n def log_message(self, *_): pass\n"
+        f"HTTPServer(('127.0.0.1', {port}), H).serve_forever()"
+    )
+    if below:
+        code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+    launch, log = launch_of(code, port), tmp_path / "serve.log"
+    with serve.running(launch, log) as server:
+        assert wait_ready(server, launch, log, limit_s=60) < 60
+    assert log.read_text() == ""
