@@ -7,8 +7,8 @@ usage() {
     cat <<'USAGE'
 usage: scripts/serve.sh [--model DIR] [--smoke] [SGLang server arguments]
 
-Sets up .venv, starts `python -m sglang.launch_server --attention-backend dsa`, waits until it answers and prints its
-address with a curl command to paste. Ctrl-C stops the server.
+Sets up .venv, starts `python -m sglang.launch_server`, where this plugin serves DSA models, waits until it answers and
+prints its address with a curl command to paste. Ctrl-C stops the server.
 
   --model DIR   checkpoint to serve (as SGLang's --model-path); without it a small random model is made in .models/tiny
   --smoke       ask one completion and one streamed chat, print both, stop the server; exit status 0 when all went well

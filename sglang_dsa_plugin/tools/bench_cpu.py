@@ -51,7 +51,8 @@ def bench_cpu(
             "index_topk": index_topk,
         }
         make_model(model, max_position=max(16384, long_tokens + 1024), **shape)
-        arguments = ["--model-path", str(model), "--max-total-tokens", "65536", "--max-running-requests", "16"]
+        arguments = ["--model-path", str(model), "--attention-backend", "dsa"]
+        arguments += ["--max-total-tokens", "65536", "--max-running-requests", "16"]
         launch = plan_launch(arguments, on_cpu=True, tiny_model=model)
         log = Path(work) / "server.log"
         with running(launch, log) as server:

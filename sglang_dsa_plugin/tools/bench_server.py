@@ -61,6 +61,7 @@ def bench_server(
         for number, side in enumerate(order):
             arguments = [
                 *("--model-path", str(model), "--load-format", "dummy", "--sampling-backend", "pytorch"),
+                *("--attention-backend", "dsa"),  # for both sides the same words
                 *("--kv-cache-dtype", kv_cache_dtype, "--max-running-requests", str(max(together))),
                 *("--cuda-graph-max-bs-decode", str(max(together)), *extra.split()),
             ]

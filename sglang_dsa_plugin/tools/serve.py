@@ -8,6 +8,7 @@ Neither torch nor sglang is imported here: the waiting process should cost nothi
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from sglang_dsa_plugin.tools import smoke
 from sglang_dsa_plugin.tools.serve_plan import Failure, Launch, plan_launch, split_arguments
@@ -28,15 +30,17 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def main(arguments: Sequence[str]) -> int:
     """Serve until stopped, or run the smoke test. Returns the exit status."""
     root, (smoke_test, server_arguments) = Path(arguments[0]), split_arguments(arguments[1:])
+    logs = root / ".logs"
+    ports = Ports(logs)
     stop_with_this_command()
     try:
         tiny = root / ".models" / "tiny"
-        launch = plan_launch(server_arguments, on_cpu=runs_on_cpu(), tiny_model=tiny)
+        launch = plan_launch(server_arguments, on_cpu=runs_on_cpu(), tiny_model=tiny, claim=ports.claim)
         for note in launch.notes:
             say(note)
         if str(tiny) in launch.command:
             make_tiny_model(tiny)
-        log = root / ".logs" / f"serve-{launch.port}.log"
+        log = logs / f"serve-{launch.port}.log"
         say(f"server log: {log}")
         with running(launch, log) as server:
             ready_s = wait_ready(server, launch, log, SMOKE_LIMIT_S if smoke_test else None)
@@ -46,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
             print(how_to_ask(launch), flush=True)
             if not smoke_test:
                 status = server.wait()
-                raise Failure(died(status, log))
+                raise Failure(died(status, log, launch))
             if line is None:
                 raise Failure("the plugin is not in use; `sglang-dsa doctor` says why")
             smoke.ask(launch)
@@ -55,6 +59,34 @@ def main(arguments: Sequence[str]) -> int:
     except Failure as failure:
         say(f"error: {failure}")
         return 1
+    except BrokenPipeError:
+        # The interpreter flushes standard output once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        say("error: nobody reads the standard output any more")
+        return 1
+
+
+class Ports:
+    """The ports, and with them the logs, of this checkout's servers; a claim ends with the process that made it.
+
+    A server binds its port only after most of a minute, until when another one would find it free.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._locks: list[TextIO] = []
+
+    def claim(self, port: int) -> bool:
+        """Whether the port is now this process's."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        lock = (self._directory / f"port-{port}.lock").open("w")  # not inherited by the server
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            return False
+        self._locks.append(lock)
+        return True
 
 
 def runs_on_cpu() -> bool:
@@ -116,8 +148,8 @@ def stop(server: subprocess.Popen[bytes]) -> None:
 
     before = {number: signal.signal(number, kill) for number in SIGNALS}
     if server.poll() is None:
-        say("stopping the server")
         server.terminate()
+        say("stopping the server")
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(STOP_GRACE_S)
     kill()

@@ -6,9 +6,10 @@ is kept; only what is missing is added, with a note.
 
 from __future__ import annotations
 
+import errno
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ PORT = 30000
 # Added on a machine without CUDA unless the user gives a value. SGLang sizes both for a GPU server: the KV cache to
 # what memory is left, the request tables to at least 2048 requests of the longest context.
 CPU_DEFAULTS = {"--max-total-tokens": "32768", "--max-running-requests": "16"}
+# Formats of weights that SGLang finds in a folder unasked.
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 # Likewise, without a value: an idle scheduler otherwise asks for work all the time, which takes most of a core.
 CPU_SWITCHES = ("--sleep-on-idle",)
 
@@ -26,7 +29,10 @@ class Failure(Exception):
 
 @dataclass(frozen=True)
 class Launch:
-    """A server about to start: its command, where it will answer, and what was decided on the user's behalf."""
+    """A server about to start: its command, where it will answer, and what was decided on the user's behalf.
+
+    model_note: what the model's name was taken for, when that was a guess; a server that fails should say so again.
+    """
 
     command: list[str]
     host: str
@@ -34,6 +40,7 @@ class Launch:
     scheme: str
     api_key: str | None
     notes: tuple[str, ...]
+    model_note: str | None = None
 
     @property
     def url(self) -> str:
@@ -74,10 +81,14 @@ def config_values(path: str | None) -> dict[str, str]:
     return {f"--{str(key).replace('_', '-')}": str(value) for key, value in content.items()}
 
 
-def plan_launch(arguments: Sequence[str], *, on_cpu: bool, tiny_model: Path) -> Launch:
-    """The server command for SGLang's `arguments`, completed with model, port, backend and the CPU's defaults.
+def plan_launch(
+    arguments: Sequence[str], *, on_cpu: bool, tiny_model: Path, claim: Callable[[int], bool] = lambda port: True
+) -> Launch:
+    """The server command for SGLang's `arguments`, completed with model, port and the CPU's defaults.
 
-    Raises Failure when a flag lacks its value, a model's folder is not there or the port asked for is taken.
+    claim: whether a free port is this command's; a server binds its own only after most of a minute.
+    Raises Failure when a flag lacks its value, a model's folder is not there or lacks a part, the port asked for is
+    taken or the host is not this machine's.
     """
     config = config_values(value_of(arguments, "--config"))
 
@@ -88,18 +99,15 @@ def plan_launch(arguments: Sequence[str], *, on_cpu: bool, tiny_model: Path) -> 
     added: list[str] = []
     notes: list[str] = []
     model = asked("--model-path", "--model")
-    if model is not None and model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
-        raise Failure(
-            f"--model {model} is not there: give a folder with config.json and weights, or a name on Hugging Face"
-        )
+    model_note = _check_model(model, asked("--load-format") or "auto") if model is not None else None
+    if model_note is not None:
+        notes.append(model_note)
     if model is None:
         added += ["--model-path", str(tiny_model)]
         notes.append(f"no --model given: serving the small random model {tiny_model} (its text means nothing)")
-    if asked("--attention-backend") is None:
-        added += ["--attention-backend", "dsa"]
     host = asked("--host") or "127.0.0.1"
     wanted = asked("--port")
-    port = _port(host, wanted)
+    port = _port(host, wanted, claim)
     if wanted is None:
         added += ["--port", str(port)]
         if port != PORT:
@@ -117,10 +125,31 @@ def plan_launch(arguments: Sequence[str], *, on_cpu: bool, tiny_model: Path) -> 
         scheme="https" if asked("--ssl-certfile") else "http",
         api_key=asked("--api-key"),
         notes=tuple(notes),
+        model_note=model_note,
     )
 
 
-def _port(host: str, wanted: str | None) -> int:
+def _check_model(model: str, load_format: str) -> str | None:
+    """A note when the model is no folder or file here; raises Failure for a path to nothing and half a folder."""
+    path = Path(model).expanduser()
+    if not path.exists():
+        if model.startswith(("/", "./", "../", "~")):
+            raise Failure(
+                f"--model {model} is not there: give a folder with config.json and weights, or a name on Hugging Face"
+            )
+        return None if "://" in model else f"no folder {model} here: taken as a Hugging Face name"
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise Failure(f"--model {model} is a folder without config.json, so no checkpoint")
+        if load_format in ("auto", "safetensors") and not any(any(path.glob(form)) for form in WEIGHTS):
+            raise Failure(
+                f"--model {model} is a folder without *.safetensors: its weights are missing (--load-format dummy "
+                "serves random ones)"
+            )
+    return None
+
+
+def _port(host: str, wanted: str | None, claim: Callable[[int], bool]) -> int:
     """The port asked for if it is free; when none was asked for, 30000 or else one the system hands out."""
     if wanted is not None:
         if not wanted.isdigit() or not 0 < int(wanted) < 65536:
@@ -129,12 +158,18 @@ def _port(host: str, wanted: str | None) -> int:
             raise Failure(
                 f"--port {wanted} is taken on {host}; give another one, or leave --port out to get a free one"
             )
+        if not claim(int(wanted)):
+            raise Failure(
+                f"--port {wanted}: another server of this checkout is starting or stopping there; give another one, or "
+                "leave --port out to get a free one"
+            )
         return int(wanted)
-    if _free(host, PORT):
-        return PORT
-    with socket.socket(_family(host)) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    port = PORT
+    while not (_free(host, port) and claim(port)):
+        with socket.socket(_family(host)) as probe:
+            probe.bind((host, 0))
+            port = int(probe.getsockname()[1])
+    return port
 
 
 def _free(host: str, port: int) -> bool:
@@ -145,6 +180,8 @@ def _free(host: str, port: int) -> bool:
         except socket.gaierror as error:
             raise Failure(f"--host {host} is not an address of this machine: {error}") from error
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise Failure(f"--host {host} is not an address of this machine; 0.0.0.0 is all of them") from error
             if isinstance(error, PermissionError):
                 raise Failure(f"--port {port} may not be used by this user; take one above 1023") from error
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import ssl
 import subprocess
@@ -19,21 +20,35 @@ IN_USE = re.compile(r"sglang-dsa-plugin \S+ serves .*")
 
 def say(text: str) -> None:
     """A message for the person; standard output is kept for answers and addresses."""
-    print(text, file=sys.stderr, flush=True)
+    _write(f"{text}\n")
+
+
+def _write(text: str) -> None:
+    """To standard error, if it is still there: with its terminal closed or its pipe ended a server is stopped all the
+    same, and nobody reads how.
+    """
+    with contextlib.suppress(OSError):
+        print(text, end="", file=sys.stderr, flush=True)
 
 
 def wait_ready(server: subprocess.Popen[bytes], launch: Launch, log: Path, limit_s: float | None) -> float:
-    """Seconds until the server answered /health, with a progress line meanwhile. Raises Failure when it died."""
+    """Seconds until the server answered /health, with a progress line meanwhile. Raises Failure when it died.
+
+    An answer counts only while the server itself listens on the port: until it does, another program may.
+    """
     start = time.monotonic()
     progress = Progress()
-    while not _healthy(launch.url):
+    other = ""
+    while not ((healthy := _healthy(launch.url)) and listens(server.pid, launch.port)):
         waited = time.monotonic() - start
+        if healthy:
+            other = f"\nport {launch.port} is answered by another program: give another --port, or end that program"
         if server.poll() is not None:
             progress.clear()
-            raise Failure(died(server.returncode, log))
+            raise Failure(died(server.returncode, log, launch) + other)
         if limit_s is not None and waited > limit_s:
             progress.clear()
-            raise Failure(f"the server was not ready after {limit_s:.0f} s; its log: {log}")
+            raise Failure(f"the server was not ready after {limit_s:.0f} s; its log: {log}{other}")
         progress.show(waited, _last_line(log))
         time.sleep(0.5)
     progress.clear()
@@ -51,7 +66,7 @@ class Progress:
         """Show it, if it is time to."""
         line = f"starting, {seconds:3.0f} s: {what[:90]}"
         if self._terminal:
-            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+            _write(f"\r\033[K{line}")
         elif seconds >= self._next:
             say(line)
             self._next = seconds + 10
@@ -59,7 +74,7 @@ class Progress:
     def clear(self) -> None:
         """Leave an empty line for what comes next."""
         if self._terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            _write("\r\033[K")
 
 
 def _healthy(url: str) -> bool:
@@ -67,6 +82,24 @@ def _healthy(url: str) -> bool:
         with _opener().open(f"{url}/health", timeout=30) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
+        return False
+
+
+def listens(pid: int, port: int) -> bool:
+    """Whether the process or one below it accepts connections on the port.
+
+    The log does not say so under every --log-level, and not in the same words with every HTTP server of SGLang's.
+    """
+    import psutil  # type: ignore[import-untyped]
+
+    try:
+        process = psutil.Process(pid)
+        return any(
+            connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+            for one in (process, *process.children(recursive=True))
+            for connection in one.net_connections("tcp")
+        )
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return False
 
 
@@ -92,8 +125,10 @@ _RAISED = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*: \S.*")
 _SAID = re.compile(r"sglang-dsa-plugin could not start: .*|(?:sglang-dsa-plugin|sglang serve|\S+\.py): error: .*")
 
 
-def died(status: int, log: Path) -> str:
-    """What a dead server's log gives as the cause: the last different exceptions, or its last lines when none."""
+def died(status: int, log: Path, launch: Launch | None = None) -> str:
+    """What a dead server's log gives as the cause: the last different exceptions, or its last lines when none; with
+    launch, what its model's name was taken for.
+    """
     lines = log.read_text(errors="replace").splitlines()
     in_traceback = False
     causes: list[str] = []
@@ -104,7 +139,8 @@ def died(status: int, log: Path) -> str:
             causes = [c for c in causes if c != line] + [line]
             in_traceback = False
     shown = causes[-4:] or [line for line in lines if line.strip()][-20:]
-    return "\n  ".join([f"the server ended with status {status}; its log: {log}", *shown])
+    note = f"\n{launch.model_note}" if launch is not None and launch.model_note else ""
+    return "\n  ".join([f"the server ended with status {status}; its log: {log}", *shown]) + note
 
 
 def in_use(log: Path) -> str | None:

@@ -139,7 +139,6 @@ def test_without_arguments_everything_needed_is_added():
     words = arguments_of(launch)
     assert launch.command[:3] == [sys.executable, "-m", "sglang.launch_server"]
     assert value_of(words, "--model-path") == "/somewhere/.models/tiny"
-    assert value_of(words, "--attention-backend") == "dsa"
     assert value_of(words, "--port") == str(launch.port)
     assert value_of(words, "--max-total-tokens") == "32768"
     assert value_of(words, "--max-running-requests") == "16"
@@ -165,7 +164,15 @@ def test_a_switch_is_added_once_and_not_against_a_config_file(tmp_path):
 def test_a_gpu_gets_no_defaults_of_a_cpu():
     launch = plan("--model", "m", on_cpu=False)
     assert not [word for word in arguments_of(launch) if word.startswith(("--max-", "--sleep-"))]
-    assert launch.notes == () or launch.notes[0].startswith(f"port {PORT}")
+    assert all(note.startswith((f"port {PORT}", "no folder m here")) for note in launch.notes)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("words", [[], ["--model", "m"], ["--prefill-attention-backend", "dsa"]])
+def test_no_flag_is_added_that_a_model_without_dsa_is_refused_for(words, on_cpu):
+    """A DSA model gets the backend unasked (tests/cpu/adapter)."""
+    assert not any(word.startswith("--attention-backend") for word in arguments_of(plan(*words, on_cpu=on_cpu)))
+    assert value_of(arguments_of(plan("--attention-backend", "triton")), "--attention-backend") == "triton"
 
 
 @pytest.mark.parametrize("form", [["--model", "a b"], ["--model-path", "a b"], ["--model=a b"], ["--model-path=a b"]])
@@ -188,7 +195,6 @@ def test_values_in_a_config_file_count_as_given(tmp_path):
     assert words[:2] == ["--config", str(config)]
     assert "--model-path" not in words
     assert "--max-total-tokens" not in words
-    assert "--attention-backend" not in words
     assert launch.url.startswith("http://127.0.0.1:")
     assert value_of(words, "--max-running-requests") == "16"
 
@@ -206,8 +212,37 @@ def test_unreadable_config_file_is_named(tmp_path, content):
 def test_a_model_that_is_not_there_is_said_at_once(flag, tmp_path):
     with pytest.raises(Failure, match=f"--model {tmp_path}/none is not there: give a folder"):
         plan(flag, f"{tmp_path}/none")
-    assert str(tmp_path) in plan(flag, str(tmp_path)).command
-    assert "some/name" in plan(flag, "some/name").command
+    launch = plan(flag, "some/name")
+    assert "some/name" in launch.command
+    assert launch.model_note == "no folder some/name here: taken as a Hugging Face name"
+    assert launch.model_note in launch.notes
+
+
+def test_a_name_taken_for_one_on_hugging_face_is_told_again_with_the_failure(tmp_path):
+    log = tmp_path / "serve.log"
+    log.write_text("Traceback (most recent call last):\nOSError: cannot connect\n")
+    for model, last in (("mine", "no folder mine here: taken as a Hugging Face name"), ("s3://mine", "OSError: c")):
+        assert serve_wait.died(1, log, plan("--model", model)).splitlines()[-1].strip().startswith(last)
+
+
+def test_half_a_checkpoint_is_refused_by_name(tmp_path):
+    with pytest.raises(Failure, match=f"--model {tmp_path} is a folder without config.json"):
+        plan("--model", str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(Failure, match=rf"--model {tmp_path} is a folder without \*\.safetensors"):
+        plan("--model", str(tmp_path))
+    assert plan("--model", str(tmp_path), "--load-format", "dummy").model_note is None
+    (tmp_path / "model-00001-of-00001.safetensors").touch()
+    launch = plan("--model", str(tmp_path))
+    assert str(tmp_path) in launch.command and launch.model_note is None
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1"])
+@pytest.mark.parametrize("port", [[], ["--port", "31234"]])
+def test_an_address_of_no_machine_is_refused_by_its_flag(host, port):
+    """Of the ranges kept for documentation (RFC 5737, RFC 3849)."""
+    with pytest.raises(Failure, match=f"--host {host} is not an address of this machine"):
+        plan("--host", host, *port)
 
 
 def test_taken_port_is_an_error_when_asked_for_and_avoided_when_not(monkeypatch):
@@ -221,6 +256,20 @@ def test_taken_port_is_an_error_when_asked_for_and_avoided_when_not(monkeypatch)
         launch = plan()
     assert launch.port != port
     assert f"port {port} is taken: using {launch.port}" in launch.notes
+
+
+def test_a_port_where_another_server_is_starting_is_left_to_it(tmp_path, monkeypatch):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free = probe.getsockname()[1]
+    monkeypatch.setattr("sglang_dsa_plugin.tools.serve_plan.PORT", free)
+    first, second = serve.Ports(tmp_path), serve.Ports(tmp_path)
+    tiny = Path("/somewhere/.models/tiny")
+    assert plan_launch([], on_cpu=True, tiny_model=tiny, claim=first.claim).port == free
+    launch = plan_launch([], on_cpu=True, tiny_model=tiny, claim=second.claim)
+    assert launch.port != free and f"port {free} is taken: using {launch.port}" in launch.notes
+    with pytest.raises(Failure, match=f"--port {free}: another server of this checkout is starting"):
+        plan_launch(["--port", str(free)], on_cpu=True, tiny_model=tiny, claim=second.claim)
 
 
 @pytest.mark.parametrize("port", ["none", "0", "65536"])
