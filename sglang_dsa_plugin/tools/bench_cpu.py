@@ -26,17 +26,17 @@ from sglang_dsa_plugin.tools.serve_wait import in_use, wait_ready
 
 
 def bench_cpu(
-    new_tokens: Annotated[int, typer.Option(help="tokens decoded per request")] = 128,
-    repeats: Annotated[int, typer.Option(help="repeats of every case; medians are shown")] = 3,
-    prefill_tokens: Annotated[int, typer.Option(help="length of the prefill prompt")] = 3000,
+    new_tokens: Annotated[int, typer.Option(min=1, help="tokens decoded per request")] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="repeats of every case; medians are shown")] = 3,
+    prefill_tokens: Annotated[int, typer.Option(min=1, help="length of the prefill prompt")] = 3000,
     long_tokens: Annotated[
-        int, typer.Option(help="length of the long prompt whose memory is compared; 0 skips it")
+        int, typer.Option(min=0, help="length of the long prompt whose memory is compared; 0 skips it")
     ] = 12000,
-    layers: Annotated[int, typer.Option(help="layers of the model")] = 3,
-    hidden: Annotated[int, typer.Option(help="hidden size of the model")] = 256,
-    heads: Annotated[int, typer.Option(help="attention heads")] = 16,
-    index_heads: Annotated[int, typer.Option(help="index heads")] = 64,
-    index_topk: Annotated[int, typer.Option(help="picks per token")] = 2048,
+    layers: Annotated[int, typer.Option(min=1, help="layers of the model")] = 3,
+    hidden: Annotated[int, typer.Option(min=1, help="hidden size of the model")] = 256,
+    heads: Annotated[int, typer.Option(min=1, help="attention heads")] = 16,
+    index_heads: Annotated[int, typer.Option(min=1, help="index heads")] = 64,
+    index_topk: Annotated[int, typer.Option(min=1, help="picks per token")] = 2048,
     json_out: Annotated[Path | None, typer.Option("--json", help="also write the figures to this file")] = None,
 ) -> None:
     """Measure decode and prefill of the served model on this CPU (starts and stops a server)."""

@@ -39,7 +39,13 @@ def bench_kernels(
     json_out: Annotated[Path | None, typer.Option("--json", help="also write all samples to this file")] = None,
     plot: Annotated[Path | None, typer.Option(help="also draw time against S as a PNG")] = None,
     seen: Annotated[
-        Path | None, typer.Option("--from", help="measure nothing: show, and draw, what --json wrote in an earlier run")
+        Path | None,
+        typer.Option(
+            "--from",
+            exists=True,
+            dir_okay=False,
+            help="measure nothing: show, and draw, what --json wrote in an earlier run",
+        ),
     ] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="name the cases and measure nothing")] = False,
 ) -> None:

@@ -40,7 +40,10 @@ def check(
         raise typer.BadParameter(f"--device {device}: this machine has {', '.join(here)}")
     verdicts = [v for name in (here if device == "all" else [device]) for v in verdicts_on(name, only)]
     if not verdicts:
-        raise typer.BadParameter(f"--only {only}: no operator has this in its name")
+        from sglang_dsa_plugin import support
+
+        known = ", ".join(sorted({row.operator for row in support.rows()}))
+        raise typer.BadParameter(f"--only {only}: no operator has this in its name; there are {known}")
     if json_out is not None:
         json_out.write_text(json.dumps([asdict(v) for v in verdicts], indent=1) + "\n")
     show(verdicts)

@@ -61,3 +61,17 @@ def test_the_server_benchmark_says_that_it_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = CliRunner().invoke(app, ["bench", "server"])
     assert result.exit_code == 2 and "bench server" in result.output and "CUDA GPU" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["bench", "cpu", "--repeats", "0"], "--repeats"),
+        (["bench", "cpu", "--heads", "0"], "--heads"),
+        (["bench", "kernels", "--from", "nowhere.json"], "nowhere.json"),
+        (["check", "--only", "nothing"], "sparse_mla"),
+    ],
+)
+def test_a_value_that_cannot_be_is_said_by_its_option(words, said):
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2 and said in result.output
