@@ -139,7 +139,8 @@ def _check_model(model: str, load_format: str) -> str | None:
             )
         return None if "://" in model else f"no folder {model} here: taken as a Hugging Face name"
     if path.is_dir():
-        if not (path / "config.json").exists():
+        # Mistral's own format has params.json instead.
+        if not any((path / name).exists() for name in ("config.json", "params.json")):
             raise Failure(f"--model {model} is a folder without config.json, so no checkpoint")
         if load_format in ("auto", "safetensors") and not any(any(path.glob(form)) for form in WEIGHTS):
             raise Failure(

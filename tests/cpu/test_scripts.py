@@ -235,6 +235,8 @@ def test_half_a_checkpoint_is_refused_by_name(tmp_path):
     (tmp_path / "model-00001-of-00001.safetensors").touch()
     launch = plan("--model", str(tmp_path))
     assert str(tmp_path) in launch.command and launch.model_note is None
+    (tmp_path / "config.json").rename(tmp_path / "params.json")  # Mistral's own format
+    assert str(tmp_path) in plan("--model", str(tmp_path)).command
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1"])
