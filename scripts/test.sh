@@ -37,6 +37,10 @@ if [[ $checks == yes ]]; then
     "$PYTHON" -m mypy
 fi
 workers=()
-if [[ $checks == yes ]]; then workers=(-n 2 --no-loadscope-reorder); fi
+if [[ $checks == yes ]]; then
+    workers=(-n 2 --no-loadscope-reorder)
+    # Threads that spin while they wait would take the other process's core.
+    export OMP_WAIT_POLICY=PASSIVE
+fi
 # tests/conftest.py leaves out `full` and `gpu`, and knows --full.
 exec "$PYTHON" -m pytest "${workers[@]}" "$@"

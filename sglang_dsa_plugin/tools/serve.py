@@ -159,9 +159,12 @@ def stop(server: subprocess.Popen[bytes]) -> None:
 
 
 def stop_with_this_command() -> None:
-    """Turn the signals that end a process into SystemExit, so that a server in `running` is stopped with it."""
+    """Turn the signals that end a process into SystemExit, so that a server in `running` is stopped with it; not those
+    that the caller had ignored, as `nohup` does with a closed terminal's.
+    """
     for number in SIGNALS:
-        signal.signal(number, _leave)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _leave)
 
 
 def how_to_ask(launch: Launch) -> str:

@@ -166,3 +166,14 @@ def test_the_servers_own_answer_counts_without_a_word_in_its_log(below, tmp_path
     with serve.running(launch, log) as server:
         assert wait_ready(server, launch, log, limit_s=60) < 60
     assert log.read_text() == ""
+
+
+def test_a_signal_that_the_caller_ignores_stays_ignored():
+    """`nohup scripts/serve.sh` goes on when the terminal is closed."""
+    code = (
+        "import signal\nfrom sglang_dsa_plugin.tools import serve\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\nserve.stop_with_this_command()\n"
+        "print([signal.getsignal(n) is signal.SIG_IGN for n in (signal.SIGHUP, signal.SIGTERM)])\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "[True, False]\n"
