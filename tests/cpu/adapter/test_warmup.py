@@ -121,7 +121,7 @@ def test_a_step_of_many_sizes_follows_a_long_prompt():
     assert len(batches[1][0]) == 17 * 1024
     assert len(warmup.prompts(2048, 16384, 100_000, 320)[1][0]) == 16384 + 2048 + 64
     assert len(batches) == 3 + sum(len(news) for _, news in warmup.PREFIXES) + len(warmup.TOGETHER + warmup.CROWDS)
-    assert [len(batch) for batch in batches[-7:]] == [4, 7, 13, 7, 4, 9, 3]
+    assert [len(batch) for batch in batches[-7:]] == [4, 7, 13, 8, 4, 9, 3]
 
 
 def test_without_a_prefix_cache_only_the_first_two_prompts_are_sent():
@@ -137,7 +137,7 @@ def test_all_prompts_are_sent_the_cache_is_dropped_and_the_time_told(caplog):
     assert len(manager.requests) == len(warmup.prompts(2048, 4096, 15_984, 320)) and manager.flushed == 1
     assert all(request.sampling_params["max_new_tokens"] == 1 for request in manager.requests)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("sglang-dsa-plugin warmed up prefill with 74 prompts of up to 15984 tokens in")
+    assert line.startswith("sglang-dsa-plugin warmed up prefill with 76 prompts of up to 15984 tokens in")
 
 
 def test_a_failure_is_told_and_stops_nothing(caplog):
