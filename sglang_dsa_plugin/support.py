@@ -65,6 +65,11 @@ def rows(operator: str | None = None) -> tuple[Implementation, ...]:
     return tuple(r for r in _ROWS if operator is None or r.operator == operator)
 
 
+def operators() -> tuple[str, ...]:
+    """Every operator, in the table's order."""
+    return tuple(dict.fromkeys(row.operator for row in _ROWS))
+
+
 def choose(
     operator: str,
     *,
@@ -131,7 +136,7 @@ def _measured(operator: str, best: str, device: str, asked: Request) -> Choice |
 def _choose(operator: str, impl: str | None, asked: Request) -> Choice:
     candidates = rows(operator)
     if not candidates:
-        known = ", ".join(sorted({r.operator for r in _ROWS}))
+        known = ", ".join(sorted(operators()))
         raise ValueError(f"unknown operator {operator!r}; known: {known}")
     if impl is not None:
         named = [r for r in candidates if r.name == impl]

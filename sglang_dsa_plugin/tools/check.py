@@ -42,7 +42,7 @@ def check(
     if not verdicts:
         from sglang_dsa_plugin import support
 
-        known = ", ".join(sorted({row.operator for row in support.rows()}))
+        known = ", ".join(sorted(support.operators()))
         raise typer.BadParameter(f"--only {only}: no operator has this in its name; there are {known}")
     if json_out is not None:
         json_out.write_text(json.dumps([asdict(v) for v in verdicts], indent=1) + "\n")

@@ -134,7 +134,7 @@ def _choices(report: Report) -> None:
     from sglang_dsa_plugin import support
 
     device, sm = report.device["type"], (report.device["gpus"] or [{}])[0].get("sm")
-    for operator in dict.fromkeys(row.operator for row in support.rows()):
+    for operator in support.operators():
         report.choices["operators"][operator] = _operator(report, operator, device, sm)
     for dtype in MODEL_DTYPES:
         for kv in KV_CACHE_DTYPES:

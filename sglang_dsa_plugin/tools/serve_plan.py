@@ -17,10 +17,10 @@ PORT = 30000
 # Added on a machine without CUDA unless the user gives a value. SGLang sizes both for a GPU server: the KV cache to
 # what memory is left, the request tables to at least 2048 requests of the longest context.
 CPU_DEFAULTS = {"--max-total-tokens": "32768", "--max-running-requests": "16"}
-# Formats of weights that SGLang finds in a folder unasked.
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 # Likewise, without a value: an idle scheduler otherwise asks for work all the time, which takes most of a core.
 CPU_SWITCHES = ("--sleep-on-idle",)
+# Formats of weights that SGLang finds in a folder unasked.
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
 
 class Failure(Exception):

@@ -34,6 +34,7 @@ NAME = "sglang_dsa_plugin"
 # form of attention than 2 and 4, and no graph of decode is of 3; 7, which 32 heads of fp8 rows split as no other number
 # does. And the parts of the long prompt that are cached, with which of the new tokens.
 NEW_TOKENS = (1, 2, 3, 4, 5, 7, 9, 16, 33, 50, 64, 100, 150, 256, 500, 1024)
+FEW = NEW_TOKENS[:8]  # that requests of one step have, each another number
 # Requests at once with two new tokens each; one more than a power of two holds, since the first may run alone.
 TOGETHER = (4, 7, 13)
 # Requests at once and new tokens of each: many rows in all, but too few a request for DeepGEMM, and enough for it.
@@ -145,10 +146,10 @@ def prompts(topk: int, chunk: int, limit: int, vocab: int) -> list[list[list[int
             kept = (longest // part - new) // PAGE_SIZE * PAGE_SIZE
             if kept > 0 and kept + new > topk:
                 batches.append([text[:kept] + tokens(new)])
-    kept = (longest - max(NEW_TOKENS[:8])) // PAGE_SIZE * PAGE_SIZE
+    kept = (longest - max(FEW)) // PAGE_SIZE * PAGE_SIZE
     if kept + 2 > topk and kept > 0:
         batches += [[text[:kept] + tokens(2) for _ in range(count)] for count in TOGETHER]
-        batches.append([text[:kept] + tokens(new) for new in NEW_TOKENS[:8]])
+        batches.append([text[:kept] + tokens(new) for new in FEW])
     for count, new in CROWDS:
         kept = (longest - new) // PAGE_SIZE * PAGE_SIZE
         if kept > 0 and kept + new > topk:
