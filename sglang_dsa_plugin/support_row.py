@@ -29,6 +29,8 @@ TRITON_SMS = frozenset({80, 86, 87, 89, 90, 100, 103, 120, 121})
 CLUSTER_SMS = frozenset({90, 100, 103, 120, 121})
 # Where no vendor's kernel of sparse attention is to be had, or only for some models.
 NO_VENDOR_SMS = frozenset({80, 86, 87, 89, 120, 121})
+# Names of the rows that run this package's own kernels on a GPU.
+OURS = frozenset({"cuda", "cuda_portable", "cuda_portable_fp8", "triton"})
 HEADS = frozenset(range(1, 129))
 INDEX_MAX_K = 4096
 

@@ -12,7 +12,7 @@ import torch
 from sglang_dsa_plugin import support
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM
 from sglang_dsa_plugin.ops import dense_mha, index_select
-from sglang_dsa_plugin.support_row import MORE_ROWS, ROW_STEPS, SOME_ROWS
+from sglang_dsa_plugin.support_row import MORE_ROWS, OURS, ROW_STEPS, SOME_ROWS
 from sglang_dsa_plugin.tools import bench_cases, bench_index_cases, bench_run, bench_step, bench_timing
 from sglang_dsa_plugin.tools.bench_cases import SCALE, SHORT, Case, Sizes
 from sglang_dsa_plugin.tools.bench_inputs import Maker
@@ -26,7 +26,6 @@ MARGIN = 0.97
 # Of decode: the sizes of SGLang's graphs up to 16 rows, to which other batches are padded, and a large one.
 DECODE_ROWS = (1, 2, 4, 8, 12, SOME_ROWS, MORE_ROWS)
 STEP_TOKENS = 8192
-OURS = frozenset({"cuda", "cuda_portable", "cuda_portable_fp8", "triton"})
 
 
 @dataclass

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from sglang_dsa_plugin import support
+from sglang_dsa_plugin import support, support_row
+from sglang_dsa_plugin.kernels.cuda import sparse_mla_portable
 from tests.gpu import sanitize
 
 
@@ -12,13 +13,24 @@ def test_every_row_of_ours_has_a_path_at_every_sm():
     pytest.importorskip("cuda.core")
     for sm in (80, 90, 120):
         found = {(case.operator, name) for case, name in sanitize.paths("cuda", sm=sm, ours=True)}
-        ours = [row for row in support.rows() if row.name in sanitize.OURS and sm in row.sm]
+        ours = [row for row in support.rows() if row.name in support_row.OURS and sm in row.sm]
         assert found == {(row.operator, row.name) for row in ours}
 
 
 def test_other_packages_are_left_out_on_request():
-    assert {name for _, name in sanitize.paths("cuda", sm=80, ours=True)} == {"triton"}
-    assert {name for _, name in sanitize.paths("cuda", sm=90, ours=True)} <= sanitize.OURS
+    for sm in (80, 90):
+        names = {name for _, name in sanitize.paths("cuda", sm=sm, ours=True)}
+        assert {"triton"} <= names <= support_row.OURS
+
+
+def test_what_is_ours_is_what_runs_kernels_of_this_package_on_a_gpu():
+    ours = {row.name for row in support.rows() if ".kernels.cuda." in row.target or ".kernels.triton." in row.target}
+    assert ours == support_row.OURS
+
+
+def test_both_ways_of_copying_of_the_portable_kernel_have_a_path():
+    most = max(int(case.label.split(" rows")[0].split()[-1]) for case in sanitize._more_attention())
+    assert most >= sparse_mla_portable._SPREAD_ROWS
 
 
 def test_what_builds_a_module_first_is_left_out_unless_asked_for():

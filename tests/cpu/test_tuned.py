@@ -98,7 +98,8 @@ def test_heads_count_ahead_of_rows(h200):
 
 def test_the_shipped_choices_follow_from_their_figures():
     """Nothing of this package's was faster than what is taken, and nothing else by more than the margin."""
-    from sglang_dsa_plugin.tools.bench_points import MARGIN, OURS
+    from sglang_dsa_plugin.support_row import OURS
+    from sglang_dsa_plugin.tools.bench_points import MARGIN
 
     for path in tuned.FOLDER.glob("*.json"):
         for entry in json.loads(path.read_text())["choices"]:
