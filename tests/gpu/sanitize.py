@@ -337,7 +337,7 @@ def part(text: str) -> tuple[int, int]:
 def main() -> int:
     """Run the paths of the command line; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="operators whose name holds this text")
+    parser.add_argument("--only", default="", help="paths whose operator or implementation holds this text")
     parser.add_argument("--ours", action="store_true", help="this package's kernels only")
     parser.add_argument("--racecheck", action="store_true", help="--ours, with hand-overs that racecheck can follow")
     parser.add_argument("--with-jit", action="store_true", help="FlashInfer's kernels as well, which it builds first")
@@ -353,7 +353,7 @@ def main() -> int:
     cuda_sparse_mla.LANES_ARRIVE = asked.racecheck
     first, step = part(asked.part)
     all_paths = paths(device, ours=asked.ours or asked.racecheck, with_jit=asked.with_jit)
-    chosen = [path for path in all_paths if asked.only in path[0].operator][first::step]
+    chosen = [(case, name) for case, name in all_paths if asked.only in f"{case.operator} {name}"][first::step]
     with torch.inference_mode():
         for case, name in chosen:
             begun = time.perf_counter()
