@@ -199,7 +199,7 @@ def _served_architecture(outer: Any, config: Any) -> str:
     for name in named:
         if name in NOT_SERVED:
             raise UnsupportedModel(
-                f"architectures=[{name!r}] is not served: {NOT_SERVED[name]}; start with SGLANG_DSA_PLUGIN=off"
+                f"architectures=[{name!r}] is not served: {NOT_SERVED[name]}; on a GPU SGLANG_DSA_PLUGIN=off serves it"
             )
     for name in named:
         if name in SERVED:

@@ -26,7 +26,7 @@ from sglang_dsa_plugin.tools.serve_wait import in_use, wait_ready
 
 
 def bench_cpu(
-    new_tokens: Annotated[int, typer.Option(min=1, help="tokens decoded per request")] = 128,
+    new_tokens: Annotated[int, typer.Option(min=8, help="tokens decoded per request")] = 128,
     repeats: Annotated[int, typer.Option(min=1, help="repeats of every case; medians are shown")] = 3,
     prefill_tokens: Annotated[int, typer.Option(min=1, help="length of the prefill prompt")] = 3000,
     long_tokens: Annotated[

@@ -67,7 +67,10 @@ def bench_kernels(
     if plot is not None and not bench_plot.available():
         raise typer.BadParameter(bench_plot.NEEDED)
     if seen is not None:
-        results, device, ended = bench_report.read(seen)
+        try:
+            results, device, ended = bench_report.read(seen)
+        except ValueError as error:
+            raise typer.BadParameter(f"--from: {error}") from error
         names = {case.name for case in chosen}
         _finish([result for result in results if result.name in names], device, ended, plot)
         return

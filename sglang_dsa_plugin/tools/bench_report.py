@@ -104,11 +104,16 @@ def record(results: Sequence[Result], device: dict[str, Any], rounds: int, ended
 
 
 def read(path: Path) -> tuple[list[Result], dict[str, Any], str]:
-    """Results, device and end of a run whose record was written to this file."""
-    whole = json.loads(path.read_text())
+    """Results, device and end of a run whose record was written to this file. ValueError if it is none."""
     names = [one.name for one in fields(Result)]
-    results = [Result(**{name: case[name] for name in names}) for case in whole["cases"]]
-    return results, whole["device"], whole["ended"]
+    try:
+        whole = json.loads(path.read_text())
+        results = [Result(**{name: case[name] for name in names}) for case in whole["cases"]]
+        return results, whole["device"], whole["ended"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not what `bench kernels --json` writes ({type(error).__name__}: {error})"
+        ) from error
 
 
 def show(results: Sequence[Result], device: dict[str, Any], ended: str) -> None:

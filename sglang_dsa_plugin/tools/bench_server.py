@@ -37,7 +37,7 @@ def bench_server(
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, bf16 or fp8_e4m3")] = "auto",
     prompts: Annotated[str, typer.Option(help="prompt lengths, comma-separated")] = "1024,8192,32768",
     concurrency: Annotated[str, typer.Option(help="requests at once, comma-separated")] = "1,16",
-    new_tokens: Annotated[int, typer.Option(help="tokens decoded per request")] = 64,
+    new_tokens: Annotated[int, typer.Option(min=8, help="tokens decoded per request")] = 64,
     repeats: Annotated[int, typer.Option(help="counted repeats of every case")] = 3,
     sides: Annotated[str, typer.Option(help="servers to run, in order: plugin, builtin")] = "plugin,builtin",
     start_limit: Annotated[int, typer.Option(help="seconds a server may take to start")] = 600,

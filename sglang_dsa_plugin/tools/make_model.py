@@ -172,7 +172,7 @@ def _check(*, schedule: str | None, twin: str | Path | None, **options: Any) -> 
             bad("schedule", f"{options['layers']} letters F or S, starting with F")
     if twin is not None and options["quant"] is None:
         options["twin"] = twin
-        bad("twin", "None unless quant is given")
+        bad("twin", "left out unless quant is 'fp8-block'")
 
 
 def _build(arch: str, options: dict[str, Any], index_heads: int | None, schedule: str | None, nextn: int) -> Any:

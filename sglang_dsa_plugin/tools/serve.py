@@ -113,7 +113,14 @@ def make_tiny_model(directory: Path) -> None:
         run = subprocess.run(command, capture_output=True, text=True)
         if run.returncode:
             raise Failure(f"the small model could not be made:\n{run.stdout}{run.stderr}")
-        made.rename(directory)
+        try:
+            made.rename(directory)
+        except OSError as error:
+            # Another first start was faster; nothing else may lie there.
+            if not (directory / "config.json").exists():
+                raise Failure(
+                    f"the small model could not be put at {directory}: {error}; remove what is there"
+                ) from error
 
 
 @contextlib.contextmanager

@@ -111,15 +111,18 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 def _last_line(log: Path) -> str:
-    """What SGLang logged last, without its time stamp; the warnings of the packages it imports are left out."""
+    """What SGLang logged last, without its time stamp; the warnings of the packages it imports are left out, and that
+    somebody asked whether it is ready yet.
+    """
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 8192))
         lines = file.read().decode(errors="replace").splitlines()
-    logged = [stamped.group(1) for line in lines if (stamped := _LOGGED.match(line))]
+    logged = [stamped.group(1) for line in lines if (stamped := _LOGGED.match(line)) and not _ASKED.search(line)]
     return logged[-1] if logged else "importing SGLang"
 
 
 _LOGGED = re.compile(r"\[\d{4}-\d\d-\d\d [^]]*\] (.*)")
+_ASKED = re.compile(r'"GET /health\w* HTTP/')
 # What ends a traceback, and the ways a launcher speaks without one.
 _RAISED = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*: \S.*")
 _SAID = re.compile(r"sglang-dsa-plugin could not start: .*|(?:sglang-dsa-plugin|sglang serve|\S+\.py): error: .*")

@@ -341,6 +341,9 @@ def test_the_command_writes_table_and_json(monkeypatch, tmp_path):
     assert "1.50 [1.50, 1.50]" in result.stdout and "memory beyond the inputs" in result.stdout
     (again,), device, ended = bench_report.read(out)
     assert bench_report.cells(again) == bench_report.cells(good) and device["l2_bytes"] == 1 and ended == "complete"
+    (tmp_path / "else.json").write_text('{"cases": [{}]}')
+    result = CliRunner().invoke(app, ["bench", "kernels", "--from", str(tmp_path / "else.json")])
+    assert result.exit_code == 2 and "is not what" in result.output and "--json" in result.output
     # A name that no case has any more is left out.
     result = CliRunner().invoke(app, ["bench", "kernels", "--from", str(out)])
     assert result.exit_code == 0 and "0 cases" in result.stdout

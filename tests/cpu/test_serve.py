@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dsa_plugin.tools import serve
+from sglang_dsa_plugin.tools import serve, serve_wait
 from sglang_dsa_plugin.tools.serve_plan import Failure, Launch
 from sglang_dsa_plugin.tools.serve_wait import wait_ready
 
@@ -177,3 +177,53 @@ def test_a_signal_that_the_caller_ignores_stays_ignored():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "[True, False]\n"
+
+
+# What is said while it starts, and the model of a first start
+
+
+def test_progress_leaves_out_that_somebody_asked_whether_it_is_ready(tmp_path):
+    log = tmp_path / "log"
+    asked = '[2026-11-29 10:00:02] INFO:     127.0.0.1:53000 - "GET /health HTTP/1.1" 503 Service Unavailable\n'
+    log.write_text("[2026-11-29 10:00:01 TP0] Load weight begin.\n" + 3 * asked)
+    assert serve_wait._last_line(log) == "Load weight begin."
+    log.write_text(asked)
+    assert serve_wait._last_line(log) == "importing SGLang"
+
+
+def made_by(monkeypatch, before):
+    """As if the command that makes the model took a while, in which `before` happened."""
+
+    def run(command, **_options):
+        Path(command[-1]).mkdir()
+        (Path(command[-1]) / "config.json").write_text("{}")
+        before()
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(serve.subprocess, "run", run)
+
+
+def test_two_first_starts_make_one_model(tmp_path, monkeypatch):
+    tiny = tmp_path / "models" / "tiny"
+
+    def another_is_faster():
+        tiny.mkdir()
+        (tiny / "config.json").write_text('{"first": 1}')
+
+    made_by(monkeypatch, another_is_faster)
+    serve.make_tiny_model(tiny)
+    assert (tiny / "config.json").read_text() == '{"first": 1}'
+    assert [path.name for path in tiny.parent.iterdir()] == ["tiny"]
+
+
+def test_something_else_in_the_models_place_is_named(tmp_path, monkeypatch):
+    tiny = tmp_path / "models" / "tiny"
+
+    def in_the_way():
+        tiny.mkdir()
+        (tiny / "notes.txt").write_text("mine")
+
+    made_by(monkeypatch, in_the_way)
+    with pytest.raises(Failure, match=r"could not be put at .*tiny: .*; remove what is there"):
+        serve.make_tiny_model(tiny)
+    assert (tiny / "notes.txt").read_text() == "mine"

@@ -194,8 +194,8 @@ def refuse_flags(user: dict[str, Any], config: DsaConfig) -> None:
             raise plan.Refusal(
                 f"--{name.replace('_', '-')} {value} does not run the sparse attention that {config.architecture} was "
                 "trained with; "
-                "use --attention-backend dsa, or set SGLANG_DSA_PLUGIN=off to serve it the way SGLang does without "
-                "this plugin"
+                "use --attention-backend dsa, or set SGLANG_DSA_PLUGIN=off to serve it on a GPU the way SGLang does "
+                "without this plugin"
             )
     for field, (off, flag) in NOT_SERVED.items():
         value = user.get(field)

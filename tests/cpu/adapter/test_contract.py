@@ -1,18 +1,43 @@
 """The table of SGLang names relied on: true for the installed version, and loud about each kind of mismatch."""
 
+import ast
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("sglang")
 
+from sglang_dsa_plugin import adapter
 from sglang_dsa_plugin.adapter import contract, plugin
 from sglang_dsa_plugin.adapter.contract import Symbol
 
 
 def test_the_installed_sglang_fulfils_it():
     assert contract.problems() == []
+
+
+def imported_from_sglang():
+    """Paths below sglang.srt of the names that the adapter imports to use them."""
+    for file in Path(adapter.__path__[0]).rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        types_only = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+        unused = {id(inner) for block in types_only for inner in ast.walk(block)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and id(node) not in unused:
+                package, _, module = node.module.partition("sglang.srt.")
+                if module and not package:
+                    yield from (f"{module}.{name.name}" for name in node.names)
+
+
+def test_it_holds_every_name_that_the_adapter_imports():
+    listed = [symbol.path + "." for symbol in contract.SYMBOLS]
+    used = set(imported_from_sglang())
+    assert len(used) > 40
+    # Asked for by name, SGLang would choose its platform before this package is registered.
+    used.remove("platforms.current_platform")
+    assert [name for name in sorted(used) if not any(path.startswith(name + ".") for path in listed)] == []
 
 
 @pytest.mark.parametrize("installed", ["0.5.22", "0.6.0", "1.0"])
