@@ -71,6 +71,7 @@ _TORCH_ROWS = [
     _torch_row("sparse_mla", "sparse_mla", "sparse_mla"),
     _torch_row("dense_mha", "dense_mha", "dense_mha"),
     _torch_row("masked_mha", "masked_mha", "masked_mha"),
+    _torch_row("mha_keys", "mha_keys", "join"),
     _torch_row("key_pages_store", "key_pages", "store"),
     _torch_row("key_pages_load", "key_pages", "load"),
     _torch_row("key_pages_move", "key_pages", "move"),
@@ -93,6 +94,8 @@ _TRITON_ROWS = [
     _triton_row("index_queries", "index_front", "prepare_queries"),
     _triton_row("index_front", "index_front", "store_and_prepare"),
     _triton_row("latent_rows_store", "latent_rows", "store"),
+    _triton_row("latent_rows_load", "latent_rows", "load"),
+    _triton_row("mha_keys", "mha_keys", "join"),
     _triton_row("index_select_ragged", "index_select", "ragged", heads=HEADS, max_k=INDEX_MAX_K),
     _triton_row(
         "index_select_paged",

@@ -92,6 +92,7 @@ class DsaBackend(AttentionBackend):
             impl_masked=plan.forced_impl("masked_mha"),
             whole_picks=plan.picks_are_whole(self.choices),
         )
+        self._impl_keys = plan.forced_impl("mha_keys")
         self.threads = StepThreads(model_runner.model) if torch.device(self.device).type == "cpu" else None
         first_rank = get_parallel().tp_rank == 0
         self.prefill = prefill.PrefillPlanner(
@@ -103,7 +104,14 @@ class DsaBackend(AttentionBackend):
         if torch.device(self.device).type == "cuda":
             context, requests = self.max_context_len, model_runner.req_to_token_pool.size
             preload.load_kernels(
-                self.choices, self.config, pool, torch.device(self.device), context, self.heads, requests
+                self.choices,
+                self.config,
+                pool,
+                torch.device(self.device),
+                context,
+                self.heads,
+                requests,
+                self.model_dtype,
             )
         if first_rank and not model_runner.is_draft_worker:
             logger.info(report.serving_line(self, pool))
@@ -205,7 +213,7 @@ class DsaBackend(AttentionBackend):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`prefill.expanded_qkv` for the step that was planned last."""
         pool, step = self.token_to_kv_pool, self.forward_metadata
-        return prefill.expanded_qkv(pool, step, q, q_pe, kv_a, k_pe, positions, layer, forward_batch)
+        return prefill.expanded_qkv(pool, step, q, q_pe, kv_a, k_pe, positions, layer, forward_batch, self._impl_keys)
 
     # Attention
 

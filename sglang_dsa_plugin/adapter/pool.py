@@ -32,6 +32,7 @@ class DsaPool(DSATokenToKVPool):
             raise plan.Refusal(f"DsaPool: page_size must be {PAGE_SIZE}, got {self.page_size}; leave --page-size out")
         self.layout = _layout_of(self.dtype, self.kv_cache_dim)
         self._impl_store = plan.forced_impl("latent_rows_store")
+        self._impl_load = plan.forced_impl("latent_rows_load")
         super()._create_buffers()
         # Views in the layout's dtype, made once: SGLang stores fp8 as bytes.
         self._rows = [buffer.view(self.layout.dtype).view(-1, self.layout.width) for buffer in self.kv_buffer]
@@ -67,6 +68,16 @@ class DsaPool(DSATokenToKVPool):
             impl=self._impl_store,
         )
 
+    def set_and_read_back(
+        self, layer: Any, loc_info: Any, latent: torch.Tensor, rope: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`set_mla_kv_buffer` of latents [R,512] and ropes [R,64]; both as they are stored now, in dtype."""
+        loc, _, _ = unwrap_write_loc(loc_info)
+        back = latent.new_empty(latent.shape, dtype=dtype), rope.new_empty(rope.shape, dtype=dtype)
+        rows = self._rows[layer.layer_id - self.start_layer]
+        latent_rows.store(rows, loc, latent, rope, self.layout.name, readback=back, impl=self._impl_store)
+        return back
+
     def set_kv_buffer(
         self,
         layer: Any,
@@ -86,7 +97,10 @@ class DsaPool(DSATokenToKVPool):
         self, layer: Any, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents [R,1,512] and ropes [R,1,64] of slots `loc`, dequantised, in dst_dtype (default: the pool's)."""
-        values = latent_rows.load(self.rows_of(layer.layer_id), loc, self.layout.name).to(dst_dtype or self.dtype)
+        wanted = dst_dtype or self.dtype
+        dtype = wanted if wanted.itemsize > 1 else torch.float32
+        rows = self.rows_of(layer.layer_id)
+        values = latent_rows.load(rows, loc, self.layout.name, dtype=dtype, impl=self._impl_load).to(wanted)
         nope, rope = values.split([LATENT_DIM, ROPE_DIM], dim=-1)
         return nope.unsqueeze(1), rope.unsqueeze(1)
 

@@ -17,10 +17,11 @@ from sglang.srt.runtime_context import get_flags, get_parallel
 from sglang_dsa_plugin import settings
 from sglang_dsa_plugin.adapter.pool import DsaPool
 from sglang_dsa_plugin.adapter.report import NoMetrics, PrefillMetrics
-from sglang_dsa_plugin.backend import core, dense_fallback, metadata
+from sglang_dsa_plugin.backend import dense_fallback, metadata
 from sglang_dsa_plugin.backend.masked_prefill import MaskedPrefill
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM, ROPE_DIM
 from sglang_dsa_plugin.config import DsaConfig
+from sglang_dsa_plugin.ops import mha_keys
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -129,34 +130,28 @@ def expanded_qkv(
     positions: torch.Tensor,
     layer: Any,
     forward_batch: ForwardBatch,
+    impl_keys: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rope, store the new rows, read the cached prefix, expand keys and values.
+    """Rope, store the new rows, read those that are cached before them, expand keys and values.
 
     q [T,H,nope+rope] and its rope part q_pe, kv_a [T,512] normed latent, k_pe [T,1,64] before rope. Returns q, and k, v
     over prefix and new tokens in request order. All row layouts go through the pool, so fp8 rows need no path of their
-    own; where the pool rounds, the new rows are read back, so that an answer does not depend on what was cached before
-    and which path a batch took.
+    own; where the pool rounds, the new rows are taken as stored, so that an answer does not depend on what was cached
+    before and which path a batch took. impl_keys: implementation of mha_keys by name.
     """
     if layer.rotary_emb is not None:
         q_pe, k_pe = layer.rotary_emb(positions, q_pe, k_pe)
         q[..., layer.qk_nope_head_dim :] = q_pe
     latent, rope = kv_a.reshape(-1, LATENT_DIM), k_pe.reshape(-1, ROPE_DIM)
-    pool.set_mla_kv_buffer(layer.attn_mha, KVWriteLoc.for_batch(forward_batch), latent, rope)
-    if pool.layout.dtype != q.dtype:
-        stored = pool.get_mla_kv_buffer(layer.attn_mha, forward_batch.out_cache_loc, q.dtype)
+    slots = KVWriteLoc.for_batch(forward_batch)
+    if step.key_slots is None and pool.layout.dtype != q.dtype:
+        latent, rope = pool.set_and_read_back(layer.attn_mha, slots, latent, rope, q.dtype)
+    else:
+        pool.set_mla_kv_buffer(layer.attn_mha, slots, latent, rope)
+    if step.key_slots is not None:
+        stored = pool.get_mla_kv_buffer(layer.attn_mha, step.key_slots, q.dtype)
         latent, rope = (part.squeeze(1) for part in stored)
-    if step.prefix_slots.numel():
-        old = pool.get_mla_kv_buffer(layer.attn_mha, step.prefix_slots, q.dtype)
-        keys = core.interleave_prefix(
-            torch.cat([part.squeeze(1) for part in old], dim=-1),
-            torch.cat([latent, rope], dim=-1),
-            step,
-            forward_batch.extend_prefix_lens,
-            forward_batch.extend_seq_lens,
-        )
-        latent, rope = keys.split([LATENT_DIM, ROPE_DIM], dim=-1)
     expanded = layer.kv_b_proj(latent.contiguous())[0]
     expanded = expanded.view(-1, layer.num_local_heads, layer.qk_nope_head_dim + layer.v_head_dim)
     k_nope, v = expanded.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=-1)
-    k = torch.cat([k_nope, rope.unsqueeze(1).expand(-1, layer.num_local_heads, -1)], dim=-1)
-    return q, k, v.contiguous()
+    return q, mha_keys.join(k_nope, rope, impl=impl_keys), v

@@ -1,5 +1,6 @@
 """Kernels that are compiled while the server starts, because nothing else of the start brings them and a request would
-wait for them: those in CUDA C++, index scores of short prefills, and what decode takes where no graph fits.
+wait for them: those in CUDA C++, index scores of short prefills, keys that prefill expands, and what decode takes where
+no graph fits.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_dsa_plugin import plan, settings
-from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
+from sglang_dsa_plugin.cache.layouts import LATENT_DIM, PAGE_SIZE, ROPE_DIM, ROW_DIM
 from sglang_dsa_plugin.kernels.cuda import prepare
+from sglang_dsa_plugin.ops import latent_rows, mha_keys
 from sglang_dsa_plugin.support_row import SOME_ROWS
 
 if TYPE_CHECKING:
@@ -42,9 +44,10 @@ def load_kernels(
     context: int,
     heads: int,
     requests: int,
+    dtype: torch.dtype,
 ) -> None:
     """Compile or load what `choices` will run on a GPU. context: tokens of the longest request. heads: of this rank.
-    requests: that may run at once.
+    requests: that may run at once. dtype: of the model.
     """
     layout = pool.layout.name
     attention = choices["sparse_mla"].names | choices["sparse_mla_prefill"].names
@@ -60,10 +63,12 @@ def load_kernels(
     found = prepare.prepare(device, columns, config.index_topk, layout if "cuda" in attention else None, portable)
     compiled = time.monotonic()
     load_scores(choices, config, pool, requests)
+    if plan.why_not_dense(device.type, choices) is None:
+        load_expanded(config, pool, heads, dtype)
     if (done := time.monotonic()) - begun > _WORTH_A_LINE:
         logger.info(
-            "sglang-dsa-plugin loaded %d kernels in CUDA C++ in %.1f s, and those of index scores by Triton and "
-            "DeepGEMM, which are not counted, in %.1f s",
+            "sglang-dsa-plugin loaded %d kernels in CUDA C++ in %.1f s, and those of index scores and expanded keys by "
+            "Triton and DeepGEMM, which are not counted, in %.1f s",
             found,
             compiled - begun,
             done - compiled,
@@ -98,3 +103,26 @@ def load_scores(choices: dict[str, Choice], config: DsaConfig, pool: DsaPool, re
                 deep_gemm_load.load(pages, *sizes, requests, **dict(row.arguments))
     except Exception as error:
         logger.warning("sglang-dsa-plugin: scores of some steps were not compiled at start: %r", error)
+
+
+def load_expanded(config: DsaConfig, pool: DsaPool, heads: int, dtype: torch.dtype) -> None:
+    """Have compiled what prefill on expanded keys launches besides attention (adapter/prefill.py): the warm-up's short
+    prompts fit prefill graphs, which are sparse. Nothing is written to the cache. Never raises, as `load_scores`.
+    """
+    rows, layout = pool.rows_of(pool.start_layer), pool.layout.name
+    impl = plan.forced_impl("mha_keys")
+    # One row of each, as far apart as SGLang's.
+    width = config.qk_nope_head_dim + config.v_head_dim
+    expanded = torch.empty(1, heads, width, dtype=dtype, device=rows.device)[..., : config.qk_nope_head_dim]
+    latent = torch.zeros(1, config.q_lora_rank + ROW_DIM, dtype=dtype, device=rows.device)
+    new, rope = latent[:, config.q_lora_rank :].split([LATENT_DIM, ROPE_DIM], dim=-1)
+    try:
+        mha_keys.join(expanded, rope, impl=impl)
+        nowhere = torch.full((1,), -1, dtype=torch.int32, device=rows.device)
+        latent_rows.load(rows, nowhere, layout, dtype=dtype)
+        if pool.layout.dtype != dtype:
+            back = torch.empty_like(new, memory_format=torch.contiguous_format), torch.empty_like(rope)
+            store = plan.forced_impl("latent_rows_store")
+            latent_rows.store(rows, nowhere.long(), new.contiguous(), rope, layout, readback=back, impl=store)
+    except Exception as error:
+        logger.warning("sglang-dsa-plugin: keys of prefill were not compiled at start: %r", error)

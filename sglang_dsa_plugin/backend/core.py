@@ -90,27 +90,3 @@ class AttentionCore:
                 q, k, v, step.picks, step.cu_queries, step.cu_keys, scale, impl=self.impl_masked
             )
         return out.flatten(1)
-
-
-def interleave_prefix(
-    prefix: torch.Tensor, new: torch.Tensor, step: StepMetadata, prefix_lens: torch.Tensor, extend_lens: torch.Tensor
-) -> torch.Tensor:
-    """Per-request order [prefix of request 0, new of request 0, prefix of request 1, ...] from two packed tensors.
-
-    prefix [sum(prefix_lens), D], new [sum(extend_lens), D]. Returns [sum of both, D]. One scatter, no loop over
-    requests.
-    """
-    keys = torch.cat([prefix, new])
-    if prefix.shape[0] == 0:
-        return keys
-    out = torch.empty_like(keys)
-    starts = step.cu_keys[:-1].long()
-    out[_targets(starts, prefix_lens.long(), prefix.shape[0])] = prefix
-    out[_targets(starts + prefix_lens.long(), extend_lens.long(), new.shape[0])] = new
-    return out
-
-
-def _targets(starts: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:
-    owner = torch.repeat_interleave(torch.arange(lengths.shape[0], device=lengths.device), lengths, output_size=total)
-    within = torch.arange(total, device=lengths.device) - (torch.cumsum(lengths, 0) - lengths)[owner]
-    return starts[owner] + within

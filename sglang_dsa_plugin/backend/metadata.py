@@ -30,7 +30,7 @@ class StepMetadata:
     max_length: int
     cu_queries: torch.Tensor | None = None
     cu_keys: torch.Tensor | None = None
-    prefix_slots: torch.Tensor | None = None
+    key_slots: torch.Tensor | None = None
     picks: torch.Tensor | None = None
     captured: bool = False
     _all: torch.Tensor | None = field(default=None, repr=False)
@@ -149,8 +149,9 @@ def extend_step(
     """`extend_lens[b]` new tokens after `prefix_lens[b]` cached ones per request (prefill, chunk, mixed batch).
 
     rows: rows of the step, at least sum(extend_lens); the rest is padding. For expanded keys also the cumulative
-    lengths and the slots of every request's cached prefix, in request order. new_tokens, cached_tokens: the sums of
-    extend_lens and prefix_lens where the host knows them; without them a GPU is waited for.
+    lengths and, where something is cached before, the slots of all tokens, prefix and new, in request order.
+    new_tokens, cached_tokens: the sums of extend_lens and prefix_lens where the host knows them; without them a GPU is
+    waited for.
     """
     device = extend_lens.device
     batch = extend_lens.shape[0]
@@ -174,7 +175,9 @@ def extend_step(
     if decision.expanded:
         step.cu_queries = _cumulative(extend)
         step.cu_keys = _cumulative(extend + prefix_lens.long())
-        step.prefix_slots = _prefix_slots(req_to_token, requests, prefix_lens.long(), cached_tokens)
+        cached = int(prefix_lens.sum()) if cached_tokens is None else cached_tokens
+        if cached:
+            step.key_slots = _key_slots(req_to_token, requests, extend + prefix_lens.long(), real + cached)
     return step
 
 
@@ -182,10 +185,8 @@ def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0)).to(torch.int32)
 
 
-def _prefix_slots(
-    req_to_token: torch.Tensor, requests: torch.Tensor, prefix: torch.Tensor, total: int | None
-) -> torch.Tensor:
-    """Slots of all cached prefix tokens, request after request."""
-    owner = torch.repeat_interleave(torch.arange(prefix.shape[0], device=prefix.device), prefix, output_size=total)
-    offset = torch.arange(owner.shape[0], device=prefix.device) - (torch.cumsum(prefix, 0) - prefix)[owner]
+def _key_slots(req_to_token: torch.Tensor, requests: torch.Tensor, keys: torch.Tensor, total: int) -> torch.Tensor:
+    """Slots of all tokens of the batch, `keys[b]` of request b, request after request; total: the sum of keys."""
+    owner = torch.repeat_interleave(torch.arange(keys.shape[0], device=keys.device), keys, output_size=total)
+    offset = torch.arange(total, device=keys.device) - (torch.cumsum(keys, 0) - keys)[owner]
     return req_to_token[requests.long()[owner], offset]

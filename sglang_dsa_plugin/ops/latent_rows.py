@@ -24,9 +24,13 @@ def store(
     rope: torch.Tensor,
     layout: str,
     kv_scale: float = 1.0,
+    readback: tuple[torch.Tensor, torch.Tensor] | None = None,
     impl: str | None = None,
 ) -> None:
     """Quantise latent [R, 512] and rope [R, 64] (bf16, f16 or f32) into rows[slots[R]], in place.
+
+    readback: two tensors [R, 512] and [R, 64] of one float dtype, written with what `load` gives in that dtype for the
+    rows as stored, those with a slot of -1 as if they had been.
 
     Raises ValueError for arguments that do not fit each other, or on a CPU for a slot out of range.
     """
@@ -37,14 +41,24 @@ def store(
     _check.tensor(op, "latent", latent, (slots.shape[0], LATENT_DIM), _check.FLOATS, rows.device)
     _check.tensor(op, "rope", rope, (slots.shape[0], ROPE_DIM), _check.FLOATS, rows.device)
     check_slots(op, "slots", slots, rows.shape[0])
+    if readback is not None:
+        back, back_rope = readback
+        _check.tensor(op, "readback[0]", back, (slots.shape[0], LATENT_DIM), _check.FLOATS, rows.device)
+        _check.tensor(op, "readback[1]", back_rope, (slots.shape[0], ROPE_DIM), (back.dtype,), rows.device)
     run = support.resolve("latent_rows_store", device=rows.device, impl=impl, layout=layout)
-    run(rows, slots, latent, rope, layout, kv_scale)
+    run(rows, slots, latent, rope, layout, kv_scale, readback)
 
 
 def load(
-    rows: torch.Tensor, slots: torch.Tensor, layout: str, kv_scale: float = 1.0, impl: str | None = None
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    layout: str,
+    kv_scale: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    impl: str | None = None,
 ) -> torch.Tensor:
-    """rows[slots[R]], dequantised: f32 [R, 576], 512 latent values and then 64 rope values.
+    """rows[slots[R]], dequantised: [R, 576], 512 latent values and then 64 rope values, made in f32 and rounded once to
+    `dtype`, a float dtype.
 
     Raises ValueError for arguments that do not fit each other, or on a CPU for a slot out of range.
     """
@@ -53,8 +67,9 @@ def load(
     quant.check_kv_scale(op, kv_scale)
     _check.index_tensor(op, "slots", slots, (None,), rows.device)
     check_slots(op, "slots", slots, rows.shape[0])
+    _check.one_of(op, "dtype", dtype, _check.FLOATS)
     run = support.resolve("latent_rows_load", device=rows.device, impl=impl, layout=layout)
-    return run(rows, slots, layout, kv_scale)
+    return run(rows, slots, layout, kv_scale, dtype)
 
 
 def move(rows: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, impl: str | None = None) -> None:

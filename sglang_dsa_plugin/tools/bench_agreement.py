@@ -14,6 +14,7 @@ LIMITS = {
     "attention": 0.03,  # weights rounded to bf16, on either side
     "scores": 0.01,  # sums in another order
     "picks": 0.01,  # and what that moves across the last pick; ties
+    "copies": 0.0,
 }
 
 
@@ -21,10 +22,13 @@ def difference(kind: str, ours: Any, theirs: torch.Tensor) -> float:
     """How far apart two results are, 0 for equal ones.
 
     attention: ours (out, lse), theirs out; largest error over the largest value.  scores: likewise, over the columns
-    that ours does not give as -inf.  picks: int [R, K] in any order; the share of ours that theirs lacks.
+    that ours does not give as -inf.  copies: likewise, over all.  picks: int [R, K] in any order; the share of ours
+    that theirs lacks.
     """
     if kind == "attention":
         return _relative(ours[0], theirs.reshape(ours[0].shape))
+    if kind == "copies":
+        return _relative(ours, theirs)
     if kind == "scores":
         worst = 0.0
         # Row by row of some megabytes: a prefill's scores are large.

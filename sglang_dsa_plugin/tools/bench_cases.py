@@ -74,6 +74,7 @@ class Case:
 
 def cases(sizes: Sizes) -> Iterator[Case]:
     """All cases of these sizes, in the order of the table."""
+    from sglang_dsa_plugin.tools import bench_cache_cases as cache
     from sglang_dsa_plugin.tools import bench_index_cases as index
     from sglang_dsa_plugin.tools import bench_step
 
@@ -104,6 +105,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
                 yield bench_step.step(sizes, layout, sizes.heads[1], tokens, batch, quick=quick)
     for heads in (sizes.heads[1], sizes.heads[-1]):
         yield dense(sizes, heads)
+    yield from cache.cases(sizes)
     # Forced off the kernels for Hopper, ours has to come near the vendor's, not to beat it.
     for tokens in sizes.lengths:
         for batch in sizes.batches:

@@ -18,6 +18,7 @@ from sglang_dsa_plugin.ops import (
     key_pages,
     latent_rows,
     masked_mha,
+    mha_keys,
     quant,
     rope,
     select,
@@ -98,6 +99,17 @@ def _rows_and_keys(normal: Callable, integers: Callable, on: Callable) -> Iterat
             "latent_rows_load", layout, features,
             lambda d, i, b=blank, y=layout, s=scale: (latent_rows.load(*on(d, b, slots), y, s, impl=i),),
             (latent_rows.reference_load(blank, slots, layout, scale),), close(1e-6),
+        )  # fmt: skip
+
+        def read_back(d: torch.device, i: str, y: str = layout, s: float = scale) -> Tensors:
+            back = torch.empty(70, 512, device=d), torch.empty(70, 64, device=d)
+            rows = torch.zeros(256, LATENT_LAYOUTS[y].width, dtype=LATENT_LAYOUTS[y].dtype, device=d)
+            latent_rows.store(rows, *on(d, slots, latent, turned), y, s, readback=back, impl=i)
+            return (torch.cat(back, dim=1),)
+
+        yield Case(
+            "latent_rows_store", f"{layout}, read back", features, read_back,
+            (quant.reference_dequantize_latent(rows, layout, scale),), close(1e-6),
         )  # fmt: skip
         yield _moved("latent_rows_move", layout, blank, latent_rows.move, latent_rows.reference_move)
     yield from _key_pages(normal, on)
@@ -261,6 +273,12 @@ def _attention(normal: Callable, integers: Callable, on: Callable) -> Iterator[C
             )  # fmt: skip
     cu_q, cu_k = torch.tensor([0, 5, 6, 70], dtype=torch.int32), torch.tensor([0, 5, 90, 160], dtype=torch.int32)
     for heads, width, out in ((16, 192, 128), (8, 256, 256)):
+        own, shared = normal(160, heads, width - 64 + out, dtype=BF16)[..., : width - 64], normal(160, 64, dtype=BF16)
+        yield Case(
+            "mha_keys", f"{heads} heads of {width}", {"heads": heads, "dtype": BF16},
+            lambda d, i, a=(own, shared): (mha_keys.join(*on(d, *a), impl=i),),
+            (mha_keys.reference(own, shared),), equal,
+        )  # fmt: skip
         q, k, v = normal(70, heads, width, dtype=BF16), normal(160, heads, width, dtype=BF16), normal(160, heads, out)
         v = v.to(BF16)
         want = dense_mha.reference(q, k, v, cu_q, cu_k, SCALE)

@@ -17,8 +17,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from sglang_dsa_plugin.ops import dense_mha, index_scores, select, sparse_mla
-from sglang_dsa_plugin.tools import bench_agreement, bench_cases
+from sglang_dsa_plugin.ops import dense_mha, index_scores, mha_keys, quant, select, sparse_mla
+from sglang_dsa_plugin.tools import bench_agreement, bench_cache_cases, bench_cases
 from sglang_dsa_plugin.tools.bench_inputs import Maker
 from tests.cpu.test_bench_kernels import TINY
 
@@ -162,6 +162,38 @@ def concat_mla_absorb_q(a, b):
     return torch.cat((a, b), dim=-1)
 
 
+def concat_mla_k(k, k_nope, k_rope):
+    assert k_nope.shape[1] == 128 and k_rope.shape[1:] == (1, 64)
+    k.copy_(mha_keys.reference(k_nope, k_rope[:, 0]))
+
+
+def concat_and_cast_mha_k_triton(k, k_nope, k_rope):
+    assert k_rope.shape[1:] == (1, 64)
+    k.copy_(mha_keys.reference(k_nope, k_rope[:, 0]))
+
+
+def set_mla_kv_buffer_triton(kv_buffer, loc, cache_k_nope, cache_k_rope, *, reserved_skip_index=0):
+    assert kv_buffer.shape[1] == cache_k_nope.shape[1] == cache_k_rope.shape[1] == 1 and loc.min() > reserved_skip_index
+    kv_buffer[loc] = torch.cat((cache_k_nope, cache_k_rope), dim=2)
+
+
+def get_mla_kv_buffer_triton(kv_buffer, loc, cache_k_nope, cache_k_rope=None):
+    assert kv_buffer.shape[1] == 1
+    cache_k_nope.copy_(kv_buffer[loc][..., :512])
+    cache_k_rope.copy_(kv_buffer[loc][..., 512:])
+
+
+def quantize_k_cache_separate(k_nope, k_rope, tile_size=128):
+    rows = quant.reference_quantize_latent(k_nope[:, 0], k_rope[:, 0], "fp8_656")
+    return rows[:, None, :528], rows[:, None, 528:]
+
+
+def dequantize_k_cache_paged_dsa(quant_k_cache, page_table_1_flattened, group_size=128):
+    assert quant_k_cache.dtype == torch.float8_e4m3fn and quant_k_cache.shape[1:] == (1, 656)
+    rows = quant_k_cache[:, 0].view(torch.uint8)[page_table_1_flattened]
+    return quant.reference_dequantize_latent(rows, "fp8_656").bfloat16().unsqueeze(1)
+
+
 STAND_INS = {
     FLASH_ATTENTION: (flash_attn_with_kvcache, flash_attn_varlen_func),
     "sgl_kernel": (fast_topk_transform_fused,),
@@ -171,7 +203,11 @@ STAND_INS = {
     TOPK: (plan_topk_v2, topk_transform_paged_v2, topk_transform_ragged_v2),
     INDEXER + "q": (fused_q_indexer_rope_first_quant,),
     INDEXER + "k": (fused_k_indexer_norm_rope_store,),
-    CONCAT: (concat_mla_absorb_q,),
+    CONCAT: (concat_mla_absorb_q, concat_mla_k),
+    "sglang.kernels.ops.attention.mla_qk_prep": (concat_and_cast_mha_k_triton,),
+    "sglang.kernels.ops.attention.dsa.dequant_k_cache": (dequantize_k_cache_paged_dsa,),
+    "sglang.kernels.ops.kvcache.mla_buffer": (set_mla_kv_buffer_triton, get_mla_kv_buffer_triton),
+    "sglang.kernels.ops.quantization.dsa_quant_k_cache": (quantize_k_cache_separate,),
 }
 
 
@@ -205,6 +241,8 @@ def wanted(case: bench_cases.Case) -> bool:
 
 
 CASES = {case.name: case for case in bench_cases.cases(TINY) if wanted(case)}
+# As many heads as the built-in has a kernel of its own for.
+CASES |= {case.name: case for case in (bench_cache_cases.expanded_keys(128, 5),)}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_dsa_plugin.cache.layouts import FP8
+from sglang_dsa_plugin.cache.layouts import FP8, LATENT_DIM
 from sglang_dsa_plugin.kernels.torch_impl import quant, slot_io
 
 
@@ -15,16 +15,30 @@ def store(
     rope: torch.Tensor,
     layout: str,
     kv_scale: float = 1.0,
+    readback: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """`ops.latent_rows.store`."""
     encoded = quant.quantize_latent(latent, rope, layout, kv_scale)
     slot_io.scatter(slots, rows.shape[0], _row, ((_bytes(rows), _bytes(encoded)),))
+    if readback is not None:
+        values = quant.dequantize_latent(encoded, layout, kv_scale)
+        readback[0].copy_(values[:, :LATENT_DIM])
+        readback[1].copy_(values[:, LATENT_DIM:])
 
 
-def load(rows: torch.Tensor, slots: torch.Tensor, layout: str, kv_scale: float = 1.0) -> torch.Tensor:
+def load(
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    layout: str,
+    kv_scale: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
     """`ops.latent_rows.load`."""
     (picked,) = slot_io.gather(slots, rows.shape[0], _row, (_bytes(rows),))
-    return quant.dequantize_latent(picked.view(rows.dtype), layout, kv_scale)
+    picked = picked.view(rows.dtype)
+    if picked.dtype == dtype:
+        return picked
+    return quant.dequantize_latent(picked, layout, kv_scale).to(dtype)
 
 
 def move(rows: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Quantisation to e4m3 inside Triton kernels: scale and codes as ops/quant.py defines them, bit for bit.
+"""To e4m3 and back inside Triton kernels: scale, codes and values as ops/quant.py defines them, bit for bit.
 
 Codes are made and stored as bytes: fp8 pointers do not compile below SM89. From there on the hardware rounds (`CVT`);
 elsewhere, and in the interpreter, integer arithmetic gives the same codes.
@@ -58,3 +58,20 @@ def encode(x, CVT: tl.constexpr):
         code = tl.where(size > 0x7F800000, 0x7F, code)
         codes = (code | ((bits >> 24) & 0x80)).to(tl.uint8)
     return codes
+
+
+@triton.jit
+def half_of_e4m3(codes):
+    """uint8 e4m3 codes -> f16, 2^-8 times their value, exact; NaN codes become NaN.
+
+    e4m3's bits moved up by 7 are the f16 bits of that number (the exponent biases are 7 and 15), subnormals included.
+    """
+    wide = codes.to(tl.uint16)
+    bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    return tl.where((wide & 0x7F) == 0x7F, 0x7E00, bits).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def decode(codes):
+    """uint8 e4m3 codes -> f32, exact; NaN codes become NaN."""
+    return half_of_e4m3(codes).to(tl.float32) * 256.0

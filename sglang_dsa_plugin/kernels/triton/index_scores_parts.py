@@ -16,19 +16,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .e4m3 import half_of_e4m3
+
 DIM = tl.constexpr(128)
 PAGE = tl.constexpr(64)
-
-
-@triton.jit
-def half_of_e4m3(codes):
-    """uint8 e4m3 codes -> f16, 2^-8 times their value, exact; NaN codes become NaN.
-
-    e4m3's bits moved up by 7 are the f16 bits of that number (the exponent biases are 7 and 15), subnormals included.
-    """
-    wide = codes.to(tl.uint16)
-    bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-    return tl.where((wide & 0x7F) == 0x7F, 0x7E00, bits).to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit

@@ -1,23 +1,35 @@
-"""Storing latent rows in Triton: one launch, a program per row; see ops/latent_rows.py."""
+"""Storing and reading latent rows in Triton: one launch each, a few rows a program; see ops/latent_rows.py."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from sglang_dsa_plugin.cache.layouts import FP8, LATENT_DIM, QUANT_BLOCK, ROPE_DIM
+from sglang_dsa_plugin.cache.layouts import FP8, LATENT_DIM, QUANT_BLOCK, ROPE_DIM, ROW_DIM
 
 from . import index_tables, pdl
-from .e4m3 import encode, has_cvt, inverse_of, scale_bits, scale_of
+from .e4m3 import decode, encode, has_cvt, inverse_of, scale_bits, scale_of
 from .pdl import let_next_start, wait_for_earlier
 
+ROWS = 4  # of a program, a warp each: with one, starting 8192 programs took longer than moving their bytes
 _SCALES = LATENT_DIM // QUANT_BLOCK
 _SCALES_AT = LATENT_DIM // 4
 _ROPE_AT = (LATENT_DIM + 4 * _SCALES) // 2
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
+def _rows_of(slots, tokens, count, ROWS: tl.constexpr, EACH: tl.constexpr):
+    """Rows of this program, each EACH times, their slots, and whether such a row, and such a slot, is there."""
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS * EACH) // EACH
+    real = r < tokens
+    slot = tl.load(slots + r, mask=real, other=-1).to(tl.int64)
+    return r, slot, real, (slot >= 0) & (slot < count)
+
+
+@triton.jit(do_not_specialize=["tokens", "count"])
 def store_kernel(
     latent,
     rope,
@@ -25,14 +37,21 @@ def store_kernel(
     rows,
     scales,
     turned,
+    back,
+    back_rope,
     latent_stride,
     rope_stride,
     rows_stride,
     scales_stride,
     turned_stride,
+    back_stride,
+    back_rope_stride,
+    tokens,
     count,
     kv_scale,
     KIND: tl.constexpr,
+    BACK: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROPE: tl.constexpr,
@@ -45,30 +64,101 @@ def store_kernel(
 
     rows, scales, turned: views of the cache for the latent part, the scales and the rope part; strides in elements.
     KIND: "cast" (rows in a float dtype), "unit" (one kv_scale for all), "blocks" (a scale per 128 values, rope bf16).
+    BACK: also what the row then holds into row r of back [R, 512] and back_rope [R, 64], whatever its slot.
     """
     wait_for_earlier(PDL)
     let_next_start(PDL)
-    r = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + r).to(tl.int64)
-    if (slot >= 0) & (slot < count):
-        blocks = tl.arange(0, BLOCKS)
-        columns = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        turn = tl.arange(0, ROPE)
-        x = tl.load(latent + r * latent_stride + columns).to(tl.float32)
-        y = tl.load(rope + r * rope_stride + turn).to(tl.float32)
-        to = rows + slot * rows_stride + columns
-        to_rope = turned + slot * turned_stride + ROPE_AT + turn
+    # Blocks of 128 values, those of one row one below the other.
+    r, slot, real, keep = _rows_of(slots, tokens, count, ROWS, BLOCKS)
+    block = tl.arange(0, ROWS * BLOCKS) % BLOCKS
+    columns = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(latent + r[:, None] * latent_stride + columns, mask=real[:, None], other=0.0).to(tl.float32)
+    whose, rope_slot, rope_real, rope_keep = _rows_of(slots, tokens, count, ROWS, 1)
+    turn = tl.arange(0, ROPE)[None, :]
+    y = tl.load(rope + whose[:, None] * rope_stride + turn, mask=rope_real[:, None], other=0.0).to(tl.float32)
+    if KIND == "blocks":
+        bits = scale_bits(x)
+        code = encode(x * inverse_of(bits)[:, None], CVT)
+        code_rope = y.to(turned.dtype.element_ty)
+        tl.store(scales + slot * scales_stride + SCALES_AT + block, scale_of(bits), mask=keep)
+    elif KIND == "unit":
+        code = encode(tl.div_rn(x, kv_scale), CVT)
+        code_rope = encode(tl.div_rn(y, kv_scale), CVT)
+    else:
+        code = x.to(rows.dtype.element_ty)
+        code_rope = y.to(turned.dtype.element_ty)
+    tl.store(rows + slot[:, None] * rows_stride + columns, code, mask=keep[:, None])
+    tl.store(turned + rope_slot[:, None] * turned_stride + ROPE_AT + turn, code_rope, mask=rope_keep[:, None])
+    if BACK:
         if KIND == "blocks":
-            bits = scale_bits(x)
-            tl.store(to, encode(x * inverse_of(bits)[:, None], CVT))
-            tl.store(scales + slot * scales_stride + SCALES_AT + blocks, scale_of(bits))
-            tl.store(to_rope, y.to(turned.dtype.element_ty))
+            x, y = decode(code) * scale_of(bits)[:, None], code_rope.to(tl.float32)
         elif KIND == "unit":
-            tl.store(to, encode(tl.div_rn(x, kv_scale), CVT))
-            tl.store(to_rope, encode(tl.div_rn(y, kv_scale), CVT))
+            x, y = decode(code) * kv_scale, decode(code_rope) * kv_scale
         else:
-            tl.store(to, x.to(rows.dtype.element_ty))
-            tl.store(to_rope, y.to(turned.dtype.element_ty))
+            x, y = code.to(tl.float32), code_rope.to(tl.float32)
+        to = back + r[:, None] * back_stride + columns
+        tl.store(to, x.to(back.dtype.element_ty), mask=real[:, None])
+        to = back_rope + whose[:, None] * back_rope_stride + turn
+        tl.store(to, y.to(back_rope.dtype.element_ty), mask=rope_real[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens", "count"])
+def load_kernel(
+    slots,
+    rows,
+    scales,
+    turned,
+    out,
+    rows_stride,
+    scales_stride,
+    turned_stride,
+    out_stride,
+    tokens,
+    count,
+    kv_scale,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROPE: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    ROPE_AT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Row slots[r] of the cache, dequantised, into row r of out [R, 576]; zeros where it is not in [0, count). The rest
+    as in `store_kernel`.
+    """
+    wait_for_earlier(PDL)
+    let_next_start(PDL)
+    r, slot, real, keep = _rows_of(slots, tokens, count, ROWS, BLOCKS)
+    block = tl.arange(0, ROWS * BLOCKS) % BLOCKS
+    columns = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(rows + slot[:, None] * rows_stride + columns, mask=keep[:, None], other=0)
+    whose, rope_slot, rope_real, rope_keep = _rows_of(slots, tokens, count, ROWS, 1)
+    turn = tl.arange(0, ROPE)[None, :]
+    y = tl.load(turned + rope_slot[:, None] * turned_stride + ROPE_AT + turn, mask=rope_keep[:, None], other=0)
+    if KIND == "blocks":
+        x = decode(x) * tl.load(scales + slot * scales_stride + SCALES_AT + block, mask=keep, other=0.0)[:, None]
+    elif KIND == "unit":
+        x, y = decode(x) * kv_scale, decode(y) * kv_scale
+    tl.store(out + r[:, None] * out_stride + columns, x.to(out.dtype.element_ty), mask=real[:, None])
+    to = out + whose[:, None] * out_stride + BLOCKS * BLOCK + turn
+    tl.store(to, y.to(out.dtype.element_ty), mask=rope_real[:, None])
+
+
+def _views(
+    rows: torch.Tensor, layout: str
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], tuple[int, int, int], dict[str, Any]]:
+    """(latent part, scales, rope part) of the cache, their row strides, and the constants that say what they are."""
+    kind, parts, rope_at = "cast", (rows, rows, rows), LATENT_DIM
+    if layout == "fp8_656":
+        kind, rope_at = "blocks", _ROPE_AT
+        parts = rows, rows.view(torch.float32), rows.view(torch.bfloat16)
+    elif rows.dtype == FP8:
+        kind, parts = "unit", (rows.view(torch.uint8),) * 3
+    constants = {"KIND": kind, "ROWS": ROWS, "BLOCKS": _SCALES, "BLOCK": QUANT_BLOCK, "ROPE": ROPE_DIM}
+    constants |= {"SCALES_AT": _SCALES_AT, "ROPE_AT": rope_at, "num_warps": ROWS}
+    return parts, tuple(part.stride(0) for part in parts), constants
 
 
 def store(
@@ -78,40 +168,61 @@ def store(
     rope: torch.Tensor,
     layout: str,
     kv_scale: float = 1.0,
+    readback: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """`ops.latent_rows.store`."""
-    count = rows.shape[0]
-    if not slots.shape[0] or not count:
+    tokens, count = slots.shape[0], rows.shape[0]
+    if not tokens or not (count or readback):
         return
-    kind, values, scales, turned, rope_at = "cast", rows, rows, rows, LATENT_DIM
-    if layout == "fp8_656":
-        kind, rope_at = "blocks", _ROPE_AT
-        scales, turned = rows.view(torch.float32), rows.view(torch.bfloat16)
-    elif rows.dtype == FP8:
-        kind = "unit"
-        values = scales = turned = rows.view(torch.uint8)
+    parts, strides, constants = _views(rows, layout)
+    back, back_rope = (latent, rope) if readback is None else readback
     gpu = index_tables.gpu_of(rows.device)
-    store_kernel[(slots.shape[0],)](
+    store_kernel[(triton.cdiv(tokens, ROWS),)](
         latent,
         rope,
         slots,
-        values,
-        scales,
-        turned,
+        *parts,
+        back,
+        back_rope,
         latent.stride(0),
         rope.stride(0),
-        values.stride(0),
-        scales.stride(0),
-        turned.stride(0),
+        *strides,
+        back.stride(0),
+        back_rope.stride(0),
+        tokens,
         count,
         float(kv_scale),
-        KIND=kind,
-        BLOCKS=_SCALES,
-        BLOCK=QUANT_BLOCK,
-        ROPE=ROPE_DIM,
-        SCALES_AT=_SCALES_AT,
-        ROPE_AT=rope_at,
+        BACK=readback is not None,
         CVT=has_cvt(gpu),
-        num_warps=1,
+        **constants,
         **pdl.arguments(gpu),
     )
+
+
+def load(
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    layout: str,
+    kv_scale: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """`ops.latent_rows.load`."""
+    tokens = slots.shape[0]
+    out = torch.empty(tokens, ROW_DIM, dtype=dtype, device=rows.device)
+    if not tokens:
+        return out
+    parts, strides, constants = _views(rows, layout)
+    gpu = index_tables.gpu_of(rows.device)
+    load_kernel[(triton.cdiv(tokens, ROWS),)](
+        slots,
+        *parts,
+        out,
+        *strides,
+        out.stride(0),
+        tokens,
+        rows.shape[0],
+        float(kv_scale),
+        **constants,
+        **pdl.arguments(gpu),
+    )
+    return out

@@ -17,7 +17,7 @@ import torch
 
 pytest.importorskip("sglang")
 
-from sglang_dsa_plugin import plan, tuned
+from sglang_dsa_plugin import plan, support, tuned
 from sglang_dsa_plugin.adapter import preload
 from sglang_dsa_plugin.adapter.hooks import warmup
 from sglang_dsa_plugin.cache.layouts import FP8, INDEX_PAGE_BYTES, LATENT_LAYOUTS
@@ -29,6 +29,8 @@ from sglang_dsa_plugin.kernels.triton import (
     index_scores,
     index_select,
     index_tables,
+    latent_rows,
+    mha_keys,
     query_rows,
     select,
     sparse_mla,
@@ -47,6 +49,9 @@ KERNELS = [
     (index_front, "keys_kernel"),
     (index_front, "queries_kernel"),
     (index_front, "front_kernel"),
+    (latent_rows, "store_kernel"),
+    (latent_rows, "load_kernel"),
+    (mha_keys, "join_kernel"),
     (index_scores, "rows_kernel"),
     (index_scores, "keys_kernel"),
     (index_scores, "row_kernel"),
@@ -338,10 +343,11 @@ def test_by_the_name_triton_nothing_is_compiled_by_nvrtc(monkeypatch, impl, colu
     asked = []
     monkeypatch.setattr(prepare, "prepare", lambda *given: asked.append(given) or 0)
     monkeypatch.setattr(preload, "load_scores", lambda *_: None)
+    monkeypatch.setattr(preload, "load_expanded", lambda *_: None)
     choices = plan.operator_choices("cuda", "bf16_1152", 90, torch.bfloat16, 16, "all", index_heads=64, topk=2048)
     pool = types.SimpleNamespace(layout=LATENT_LAYOUTS["bf16_1152"])
     config = types.SimpleNamespace(index_n_heads=64, index_topk=2048)
-    preload.load_kernels(choices, config, pool, torch.device("cuda", 0), 7024, 16, 256)
+    preload.load_kernels(choices, config, pool, torch.device("cuda", 0), 7024, 16, 256, torch.bfloat16)
     ((_, wide, k, layout, portable),) = asked
     assert (wide, k, layout is None, portable) == (columns, 2048, impl == "triton", None)
 
@@ -352,10 +358,11 @@ def test_the_portable_kernel_by_name_is_loaded_for_a_single_row_as_well(monkeypa
     asked = []
     monkeypatch.setattr(prepare, "prepare", lambda *given: asked.append(given) or 0)
     monkeypatch.setattr(preload, "load_scores", lambda *_: None)
+    monkeypatch.setattr(preload, "load_expanded", lambda *_: None)
     choices = plan.operator_choices("cuda", "bf16_1152", sm, torch.bfloat16, 128, "all", index_heads=64, topk=2048)
     pool = types.SimpleNamespace(layout=LATENT_LAYOUTS["bf16_1152"])
     config = types.SimpleNamespace(index_n_heads=64, index_topk=2048)
-    preload.load_kernels(choices, config, pool, torch.device("cuda", 0), 7024, 128, 256)
+    preload.load_kernels(choices, config, pool, torch.device("cuda", 0), 7024, 128, 256, torch.bfloat16)
     ((*_, portable),) = asked
     assert portable == ("bf16_1152", 128, fewest)
 
@@ -366,11 +373,12 @@ def test_what_was_loaded_is_told_with_the_time_it_took(monkeypatch, caplog):
     monkeypatch.setattr(preload, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(prepare, "prepare", lambda *_: 12)
     monkeypatch.setattr(preload, "load_scores", lambda *_: None)
+    monkeypatch.setattr(preload, "load_expanded", lambda *_: None)
     choices = plan.operator_choices("cuda", "bf16_1152", 90, torch.bfloat16, 16, "all", index_heads=64, topk=2048)
     pool = types.SimpleNamespace(layout=LATENT_LAYOUTS["bf16_1152"])
     config = types.SimpleNamespace(index_n_heads=64, index_topk=2048)
     with caplog.at_level("INFO"):
-        preload.load_kernels(choices, config, pool, torch.device("cuda", 0), 7024, 16, 256)
+        preload.load_kernels(choices, config, pool, torch.device("cuda", 0), 7024, 16, 256, torch.bfloat16)
     assert "12 kernels in CUDA C++ in 3.0 s" in caplog.text and "not counted, in 5.0 s" in caplog.text
 
 
@@ -379,3 +387,64 @@ def test_scores_of_keys_in_the_models_dtype_are_loaded_as_well(seen, dtype):
     index_select.load(torch.empty(9, 64, 128, dtype=dtype, device="meta"), 64, 2048, 64, 2)
     ((_, *launch),) = [one for one in seen if one[0] == "keys_kernel"]
     assert dict(launch)["q"] == dict(launch)["k"] == str(dtype) and dict(launch)["ROWS"] == "64"
+
+
+@pytest.mark.parametrize("layout", ["bf16_1152", "fp8_656", "fp8_576"])
+@pytest.mark.parametrize(("heads", "nope", "value", "q_rank"), [(16, 128, 128, 1536), (8, 192, 256, 2048)])
+def test_keys_that_prefill_expands_are_those_that_were_loaded(
+    seen, monkeypatch, caplog, layout, heads, nope, value, q_rank
+):
+    spec, rng = LATENT_LAYOUTS[layout], random.Random(0)
+    monkeypatch.setattr(support, "resolve", by_triton)
+    rows = torch.empty(SLOTS, spec.width, dtype=spec.dtype, device="meta")
+    pool = types.SimpleNamespace(layout=spec, start_layer=3, rows_of=lambda layer: {3: rows}[layer])
+    sizes = {"qk_nope_head_dim": nope, "v_head_dim": value, "q_lora_rank": q_rank}
+    preload.load_expanded(types.SimpleNamespace(**sizes), pool, heads, torch.bfloat16)
+    loaded = set(seen)
+    assert {name for name, *_ in loaded} == {"join_kernel", "load_kernel"} | (
+        {"store_kernel"} if "fp8" in layout else set()
+    )
+    for _ in range(100):
+        tokens = round(2 ** rng.uniform(0, 14))
+        # As SGLang's projection and an expansion leave them (forward_mha.py).
+        latent_and_rope = torch.empty(tokens, q_rank + 576, dtype=torch.bfloat16, device="meta")[:, q_rank:]
+        latent, rope = torch.empty(tokens, 512, dtype=torch.bfloat16, device="meta"), latent_and_rope[:, 512:]
+        slots = torch.empty(tokens, dtype=torch.int64, device="meta")
+        if spec.dtype != torch.bfloat16 and rng.random() < 0.5:
+            back = latent.new_empty(latent.shape), rope.new_empty(rope.shape)
+            latent_rows.store(rows, slots, latent, rope, layout, readback=back)
+            latent, rope = back
+        elif rng.random() < 0.5:
+            latent, rope = latent_rows.load(rows, slots.int(), layout, dtype=torch.bfloat16).split([512, 64], dim=-1)
+        expanded = torch.empty(tokens, heads, nope + value, dtype=torch.bfloat16, device="meta")
+        mha_keys.join(expanded[..., :nope], rope)
+    assert seen == loaded and not caplog.records
+
+
+def by_triton(operator, **_):
+    """What a GPU takes of the rows that follow."""
+    return {"mha_keys": mha_keys.join, "latent_rows_load": latent_rows.load, "latent_rows_store": latent_rows.store}[
+        operator
+    ]
+
+
+def test_a_start_goes_on_where_keys_do_not_compile(monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(preload.mha_keys, "join", refuse)
+    spec = LATENT_LAYOUTS["fp8_656"]
+    pool = types.SimpleNamespace(layout=spec, start_layer=0, rows_of=lambda _: torch.zeros(64, 656, dtype=torch.uint8))
+    sizes = {"qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": 64}
+    preload.load_expanded(types.SimpleNamespace(**sizes), pool, 2, torch.bfloat16)
+    assert "no compiler" in caplog.text
+
+
+@pytest.mark.parametrize("layout", ["bf16_1152", "fp8_656"])
+def test_what_is_loaded_writes_nothing_to_the_cache(layout):
+    spec = LATENT_LAYOUTS[layout]
+    rows = torch.full((64, spec.width), 3).to(spec.dtype)
+    pool = types.SimpleNamespace(layout=spec, start_layer=0, rows_of=lambda _: rows)
+    sizes = {"qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": 64}
+    preload.load_expanded(types.SimpleNamespace(**sizes), pool, 2, torch.bfloat16)
+    assert torch.equal(rows, torch.full((64, spec.width), 3).to(spec.dtype))

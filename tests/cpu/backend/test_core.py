@@ -132,19 +132,6 @@ def test_each_phase_runs_its_own_implementation(monkeypatch):
     assert ran == ["one", "other"]
 
 
-@pytest.mark.parametrize(("prefix", "extend"), [([0, 0], [2, 3]), ([4, 0, 7], [1, 2, 3]), ([5], [2]), ([0, 3], [4, 0])])
-def test_prefix_and_new_keys_in_request_order(prefix, extend):
-    step, _ = make_batch(prefix, extend, "dense")
-    old = torch.arange(sum(prefix)).float()[:, None]
-    new = 100 + torch.arange(sum(extend)).float()[:, None]
-    merged = core.interleave_prefix(old, new, step, torch.tensor(prefix), torch.tensor(extend))
-    expected, o, n = [], 0, 0
-    for p, e in zip(prefix, extend):
-        expected += old[o : o + p, 0].tolist() + new[n : n + e, 0].tolist()
-        o, n = o + p, n + e
-    assert merged[:, 0].tolist() == expected
-
-
 @pytest.mark.parametrize("whole", [True, False])
 def test_picks_are_promised_only_where_the_selection_does(monkeypatch, whole):
     """A kernel that takes slots as they are would read outside the cache for a pick that is not there."""

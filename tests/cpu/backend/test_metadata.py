@@ -45,14 +45,14 @@ def test_extend_rows_of_a_mixed_batch(padding):
     assert step.row_to_request.tolist() == owner + [0] * padding
     assert step.cu_queries.tolist() == [0, 5, 69, 70, 70]
     assert step.cu_keys.tolist() == [0, 5, 199, 3200, 3207]
-    slots = [table[requests[b], j].item() for b in range(4) for j in range(int(prefix[b]))]
-    assert step.prefix_slots.tolist() == slots
+    slots = [table[requests[b], j].item() for b in range(4) for j in range(int(prefix[b] + extend[b]))]
+    assert step.key_slots.tolist() == slots
 
 
 def test_masked_steps_carry_the_lengths_of_dense_ones():
     arguments = token_table(64, 1), torch.tensor([0]), torch.tensor([3]), torch.tensor([4]), 4, 7
     step = metadata.extend_step(*arguments, Decision("masked", "test"))
-    assert step.cu_queries.tolist() == [0, 4] and step.cu_keys.tolist() == [0, 7] and len(step.prefix_slots) == 3
+    assert step.cu_queries.tolist() == [0, 4] and step.cu_keys.tolist() == [0, 7] and len(step.key_slots) == 7
     assert step.picks is None
 
 
@@ -60,7 +60,14 @@ def test_sparse_steps_carry_no_dense_lengths():
     step = metadata.extend_step(
         token_table(64, 1), torch.tensor([0]), torch.tensor([0]), torch.tensor([4]), 4, 4, Decision("sparse", "test")
     )
-    assert step.cu_queries is None and step.cu_keys is None and step.prefix_slots is None
+    assert step.cu_queries is None and step.cu_keys is None and step.key_slots is None
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_nothing_is_looked_up_where_nothing_is_cached(told):
+    arguments = token_table(64, 2), torch.tensor([1, 0]), torch.tensor([0, 0]), torch.tensor([4, 3]), 7, 4, DENSE
+    step = metadata.extend_step(*arguments, **({"new_tokens": 7, "cached_tokens": 0} if told else {}))
+    assert step.key_slots is None and step.cu_keys.tolist() == [0, 4, 7]
 
 
 def test_too_few_rows_are_refused():

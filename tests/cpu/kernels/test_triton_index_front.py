@@ -1,4 +1,4 @@
-"""The Triton kernels that store keys and rows and prepare queries, in Triton's interpreter, against torch and fp64.
+"""The Triton kernels that store keys and prepare queries, in Triton's interpreter, against torch and fp64.
 
 The interpreter must be chosen before Triton is imported, so the tests run in a process of their own.
 """
@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from sglang_dsa_plugin import support
-from sglang_dsa_plugin.cache.layouts import FP8, LATENT_LAYOUTS
+from sglang_dsa_plugin.cache.layouts import FP8
 from sglang_dsa_plugin.kernels.torch_impl import index_front as torch_front
-from sglang_dsa_plugin.kernels.torch_impl import latent_rows as torch_rows
-from sglang_dsa_plugin.ops import latent_rows, quant
 from tests.cpu.kernels import interpreted
 from tests.cpu.ops import index_front_inputs as data
 
@@ -25,7 +23,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
     @pytest.mark.parametrize(
         ("operator", "on_a_cpu"),
-        [("index_keys_store", "numba"), ("index_queries", "torch"), ("latent_rows_store", "torch")],
+        [("index_keys_store", "numba"), ("index_queries", "torch")],
     )
     def test_a_gpu_takes_them_before_torch_and_a_cpu_never(operator, on_a_cpu):
         for sm in (80, 86, 89, 90, 100, 120):
@@ -35,7 +33,6 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 else:
     from sglang_dsa_plugin.kernels.triton import index_front as triton_front
-    from sglang_dsa_plugin.kernels.triton import latent_rows as triton_rows
     from tests.cpu.kernels import triton_interpreter  # noqa: F401
 
     @pytest.mark.parametrize("layout", ["half", "interleaved"])
@@ -110,29 +107,3 @@ else:
         (q, gate), (want, want_gate) = (f.prepare_queries(*inputs, FP8) for f in (triton_front, torch_front))
         assert torch.equal(q.float().isnan(), want.float().isnan()) and torch.equal(gate, want_gate)
         assert (q[1, 1].float().abs() == 448).all()
-
-    @pytest.mark.parametrize("layout", LATENT_LAYOUTS)
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-    def test_latent_rows(layout, dtype):
-        g = data.generator()
-        latent, rope = torch.randn(40, 512, generator=g).to(dtype), torch.randn(40, 64, generator=g).to(dtype)
-        latent[3], latent[5, 130], latent[6] = 0, 1e20, latent[6] * 1e-6
-        spec, slots = LATENT_LAYOUTS[layout], torch.randperm(101, generator=g)[:40]
-        slots[::6], slots[3] = -1, 101
-        pool = torch.full((101, 3, spec.width * spec.dtype.itemsize), 7, dtype=torch.uint8)
-        want = pool.clone()
-        triton_rows.store(pool.view(spec.dtype)[:, 1], slots.int(), latent, rope, layout, 0.37)
-        slots[3] = -1
-        latent_rows.reference_store(want.view(spec.dtype)[:, 1], slots, latent, rope, layout, 0.37)
-        assert torch.equal(pool, want)
-
-    def test_every_e4m3_code_its_borders_and_what_is_no_number():
-        latent = data.e4m3_borders()
-        rows, want = (torch.zeros(3, 576, dtype=torch.uint8).view(FP8) for _ in range(2))
-        args = (torch.arange(3), latent, latent[:, :64], "fp8_576", 1.0)
-        triton_rows.store(rows, *args)
-        torch_rows.store(want, *args)
-        nan = want.float().isnan()
-        assert torch.equal(rows.float().isnan(), nan) and nan.any()
-        assert torch.equal(rows.view(torch.uint8)[~nan], want.view(torch.uint8)[~nan])
-        assert torch.equal(rows.float()[~nan], quant.reference_e4m3(torch.cat(args[1:3], 1).double()).float()[~nan])

@@ -1,11 +1,11 @@
-"""The kernels that store keys and rows and prepare queries compile, without a GPU, for every target."""
+"""The kernels of the indexer's front, of latent rows and of expanded keys compile, without a GPU, for every target."""
 
 import pytest
 
 pytest.importorskip("triton")
 
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM
-from sglang_dsa_plugin.kernels.triton import e4m3, index_front, latent_rows, pdl
+from sglang_dsa_plugin.kernels.triton import e4m3, index_front, latent_rows, mha_keys, pdl
 from tests.cpu.kernels.test_triton_index_compiles import SHARED, compiled, gpu_of
 
 pytestmark = pytest.mark.full
@@ -56,13 +56,32 @@ def test_both(name, layout, fp8):
         assert "prefetch.global.L2" in ahead and "ld.global" not in ahead
 
 
+KINDS = [("cast", "*bf16", "*bf16", "*bf16"), ("blocks", "*u8", "*fp32", "*bf16"), ("unit", "*u8", "*u8", "*u8")]
+ROW = {"ROWS": latent_rows.ROWS, "BLOCKS": LATENT_DIM // 128, "BLOCK": 128, "ROPE": 64, "SCALES_AT": 128}
+
+
 @pytest.mark.parametrize("name", SHARED)
-@pytest.mark.parametrize(
-    ("kind", "rows", "scales", "turned"),
-    [("cast", "*bf16", "*bf16", "*bf16"), ("blocks", "*u8", "*fp32", "*bf16"), ("unit", "*u8", "*u8", "*u8")],
-)
-def test_latent_rows(name, kind, rows, scales, turned):
-    fixed = {"KIND": kind, "BLOCKS": LATENT_DIM // 128, "BLOCK": 128, "ROPE": 64, "SCALES_AT": 128, "ROPE_AT": 264}
-    fixed["CVT"] = e4m3.has_cvt(gpu_of(name))
+@pytest.mark.parametrize(("kind", "rows", "scales", "turned"), KINDS)
+@pytest.mark.parametrize("back", [False, True])
+def test_latent_rows(name, kind, rows, scales, turned, back):
+    fixed = ROW | {"KIND": kind, "ROPE_AT": 264, "CVT": e4m3.has_cvt(gpu_of(name)), "BACK": back}
     types = {"latent": "*bf16", "rope": "*bf16", "rows": rows, "scales": scales, "turned": turned, "kv_scale": "fp32"}
-    compiled(latent_rows.store_kernel, name, fixed, 1, **INDICES, **types)
+    types |= {"back": "*bf16", "back_rope": "*bf16"}
+    compiled(latent_rows.store_kernel, name, fixed, latent_rows.ROWS, **INDICES, **types)
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize(("kind", "rows", "scales", "turned"), KINDS)
+def test_reading_latent_rows(name, kind, rows, scales, turned):
+    types = {"rows": rows, "scales": scales, "turned": turned, "kv_scale": "fp32", "out": "*bf16"}
+    fixed = ROW | {"KIND": kind, "ROPE_AT": 264}
+    compiled(latent_rows.load_kernel, name, fixed, latent_rows.ROWS, **INDICES, **types)
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize(("heads", "width"), [(16, 128), (128, 128), (8, 192)])
+def test_keys_put_together(name, heads, width):
+    tile = min(heads, mha_keys.HEADS)
+    fixed = {"HEADS": heads, "TILE": tile, "NOPE": width, "ROPE": 64, "COLUMNS": mha_keys.COLUMNS}
+    types = {"nope": "*bf16", "rope": "*bf16", "out": "*bf16"}
+    compiled(mha_keys.join_kernel, name, fixed, tile // 4, **types)
