@@ -68,16 +68,6 @@ class DsaPool(DSATokenToKVPool):
             impl=self._impl_store,
         )
 
-    def set_and_read_back(
-        self, layer: Any, loc_info: Any, latent: torch.Tensor, rope: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`set_mla_kv_buffer` of latents [R,512] and ropes [R,64]; both as they are stored now, in dtype."""
-        loc, _, _ = unwrap_write_loc(loc_info)
-        back = latent.new_empty(latent.shape, dtype=dtype), rope.new_empty(rope.shape, dtype=dtype)
-        rows = self._rows[layer.layer_id - self.start_layer]
-        latent_rows.store(rows, loc, latent, rope, self.layout.name, readback=back, impl=self._impl_store)
-        return back
-
     def set_kv_buffer(
         self,
         layer: Any,
@@ -100,9 +90,9 @@ class DsaPool(DSATokenToKVPool):
         wanted = dst_dtype or self.dtype
         dtype = wanted if wanted.itemsize > 1 else torch.float32
         rows = self.rows_of(layer.layer_id)
-        values = latent_rows.load(rows, loc, self.layout.name, dtype=dtype, impl=self._impl_load).to(wanted)
-        nope, rope = values.split([LATENT_DIM, ROPE_DIM], dim=-1)
-        return nope.unsqueeze(1), rope.unsqueeze(1)
+        parts = latent_rows.load_parts(rows, loc, self.layout.name, dtype, impl=self._impl_load)
+        nope, rope = (part.to(wanted).unsqueeze(1) for part in parts)
+        return nope, rope
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copy whole tokens, latents and index keys together."""

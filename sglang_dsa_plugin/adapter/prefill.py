@@ -143,13 +143,10 @@ def expanded_qkv(
         q_pe, k_pe = layer.rotary_emb(positions, q_pe, k_pe)
         q[..., layer.qk_nope_head_dim :] = q_pe
     latent, rope = kv_a.reshape(-1, LATENT_DIM), k_pe.reshape(-1, ROPE_DIM)
-    slots = KVWriteLoc.for_batch(forward_batch)
-    if step.key_slots is None and pool.layout.dtype != q.dtype:
-        latent, rope = pool.set_and_read_back(layer.attn_mha, slots, latent, rope, q.dtype)
-    else:
-        pool.set_mla_kv_buffer(layer.attn_mha, slots, latent, rope)
-    if step.key_slots is not None:
-        stored = pool.get_mla_kv_buffer(layer.attn_mha, step.key_slots, q.dtype)
+    pool.set_mla_kv_buffer(layer.attn_mha, KVWriteLoc.for_batch(forward_batch), latent, rope)
+    if step.key_slots is not None or pool.layout.dtype != q.dtype:
+        slots = forward_batch.out_cache_loc if step.key_slots is None else step.key_slots
+        stored = pool.get_mla_kv_buffer(layer.attn_mha, slots, q.dtype)
         latent, rope = (part.squeeze(1) for part in stored)
     expanded = layer.kv_b_proj(latent.contiguous())[0]
     expanded = expanded.view(-1, layer.num_local_heads, layer.qk_nope_head_dim + layer.v_head_dim)

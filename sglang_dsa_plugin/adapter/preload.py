@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_dsa_plugin import plan, settings
-from sglang_dsa_plugin.cache.layouts import LATENT_DIM, PAGE_SIZE, ROPE_DIM, ROW_DIM
+from sglang_dsa_plugin.cache.layouts import PAGE_SIZE, ROPE_DIM, ROW_DIM
 from sglang_dsa_plugin.kernels.cuda import prepare
 from sglang_dsa_plugin.ops import latent_rows, mha_keys
 from sglang_dsa_plugin.support_row import SOME_ROWS
@@ -110,19 +110,15 @@ def load_expanded(config: DsaConfig, pool: DsaPool, heads: int, dtype: torch.dty
     prompts fit prefill graphs, which are sparse. Nothing is written to the cache. Never raises, as `load_scores`.
     """
     rows, layout = pool.rows_of(pool.start_layer), pool.layout.name
-    impl = plan.forced_impl("mha_keys")
     # One row of each, as far apart as SGLang's.
     width = config.qk_nope_head_dim + config.v_head_dim
     expanded = torch.empty(1, heads, width, dtype=dtype, device=rows.device)[..., : config.qk_nope_head_dim]
-    latent = torch.zeros(1, config.q_lora_rank + ROW_DIM, dtype=dtype, device=rows.device)
-    new, rope = latent[:, config.q_lora_rank :].split([LATENT_DIM, ROPE_DIM], dim=-1)
+    rope = torch.empty(1, config.q_lora_rank + ROW_DIM, dtype=dtype, device=rows.device)[:, -ROPE_DIM:]
     try:
-        mha_keys.join(expanded, rope, impl=impl)
-        nowhere = torch.full((1,), -1, dtype=torch.int32, device=rows.device)
-        latent_rows.load(rows, nowhere, layout, dtype=dtype)
-        if pool.layout.dtype != dtype:
-            back = torch.empty_like(new, memory_format=torch.contiguous_format), torch.empty_like(rope)
-            store = plan.forced_impl("latent_rows_store")
-            latent_rows.store(rows, nowhere.long(), new.contiguous(), rope, layout, readback=back, impl=store)
+        mha_keys.join(expanded, rope, impl=plan.forced_impl("mha_keys"))
+        # The new rows have slots of SGLang's, a cached prefix those of its table.
+        for slot in (torch.int64, torch.int32):
+            nowhere = torch.full((1,), -1, dtype=slot, device=rows.device)
+            latent_rows.load_parts(rows, nowhere, layout, dtype, impl=plan.forced_impl("latent_rows_load"))
     except Exception as error:
         logger.warning("sglang-dsa-plugin: keys of prefill were not compiled at start: %r", error)

@@ -9,6 +9,8 @@ GPU, where looking would stop the stream, it is treated like -1. Slots written b
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from sglang_dsa_plugin import support
@@ -24,13 +26,9 @@ def store(
     rope: torch.Tensor,
     layout: str,
     kv_scale: float = 1.0,
-    readback: tuple[torch.Tensor, torch.Tensor] | None = None,
     impl: str | None = None,
 ) -> None:
     """Quantise latent [R, 512] and rope [R, 64] (bf16, f16 or f32) into rows[slots[R]], in place.
-
-    readback: two tensors [R, 512] and [R, 64] of one float dtype, written with what `load` gives in that dtype for the
-    rows as stored, those with a slot of -1 as if they had been.
 
     Raises ValueError for arguments that do not fit each other, or on a CPU for a slot out of range.
     """
@@ -41,35 +39,51 @@ def store(
     _check.tensor(op, "latent", latent, (slots.shape[0], LATENT_DIM), _check.FLOATS, rows.device)
     _check.tensor(op, "rope", rope, (slots.shape[0], ROPE_DIM), _check.FLOATS, rows.device)
     check_slots(op, "slots", slots, rows.shape[0])
-    if readback is not None:
-        back, back_rope = readback
-        _check.tensor(op, "readback[0]", back, (slots.shape[0], LATENT_DIM), _check.FLOATS, rows.device)
-        _check.tensor(op, "readback[1]", back_rope, (slots.shape[0], ROPE_DIM), (back.dtype,), rows.device)
     run = support.resolve("latent_rows_store", device=rows.device, impl=impl, layout=layout)
-    run(rows, slots, latent, rope, layout, kv_scale, readback)
+    run(rows, slots, latent, rope, layout, kv_scale)
 
 
 def load(
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    layout: str,
-    kv_scale: float = 1.0,
-    dtype: torch.dtype = torch.float32,
-    impl: str | None = None,
+    rows: torch.Tensor, slots: torch.Tensor, layout: str, kv_scale: float = 1.0, impl: str | None = None
 ) -> torch.Tensor:
-    """rows[slots[R]], dequantised: [R, 576], 512 latent values and then 64 rope values, made in f32 and rounded once to
-    `dtype`, a float dtype.
+    """rows[slots[R]], dequantised: f32 [R, 576], 512 latent values and then 64 rope values.
 
     Raises ValueError for arguments that do not fit each other, or on a CPU for a slot out of range.
     """
-    op = "latent_rows.load"
+    run = _loader("latent_rows.load", rows, slots, layout, kv_scale, impl)
+    out = torch.empty(slots.shape[0], ROW_DIM, dtype=torch.float32, device=rows.device)
+    run(rows, slots, layout, kv_scale, *out.split([LATENT_DIM, ROPE_DIM], dim=1))
+    return out
+
+
+def load_parts(
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    layout: str,
+    dtype: torch.dtype,
+    kv_scale: float = 1.0,
+    impl: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in two tensors, latents [R, 512] and ropes [R, 64], made in f32 and rounded once to float dtype `dtype`.
+
+    Raises as `load`.
+    """
+    op = "latent_rows.load_parts"
+    run = _loader(op, rows, slots, layout, kv_scale, impl)
+    _check.one_of(op, "dtype", dtype, _check.FLOATS)
+    latent, rope = (torch.empty(slots.shape[0], n, dtype=dtype, device=rows.device) for n in (LATENT_DIM, ROPE_DIM))
+    run(rows, slots, layout, kv_scale, latent, rope)
+    return latent, rope
+
+
+def _loader(
+    op: str, rows: torch.Tensor, slots: torch.Tensor, layout: str, kv_scale: float, impl: str | None
+) -> Callable[..., None]:
     quant.check_rows(op, "rows", rows, layout)
     quant.check_kv_scale(op, kv_scale)
     _check.index_tensor(op, "slots", slots, (None,), rows.device)
     check_slots(op, "slots", slots, rows.shape[0])
-    _check.one_of(op, "dtype", dtype, _check.FLOATS)
-    run = support.resolve("latent_rows_load", device=rows.device, impl=impl, layout=layout)
-    return run(rows, slots, layout, kv_scale, dtype)
+    return support.resolve("latent_rows_load", device=rows.device, impl=impl, layout=layout)
 
 
 def move(rows: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, impl: str | None = None) -> None:

@@ -22,13 +22,14 @@ def difference(kind: str, ours: Any, theirs: torch.Tensor) -> float:
     """How far apart two results are, 0 for equal ones.
 
     attention: ours (out, lse), theirs out; largest error over the largest value.  scores: likewise, over the columns
-    that ours does not give as -inf.  copies: likewise, over all.  picks: int [R, K] in any order; the share of ours
-    that theirs lacks.
+    that ours does not give as -inf.  copies: likewise, over all, and of each part.  picks: int [R, K] in any order; the
+    share of ours that theirs lacks.
     """
     if kind == "attention":
         return _relative(ours[0], theirs.reshape(ours[0].shape))
     if kind == "copies":
-        return _relative(ours, theirs)
+        pairs = zip(ours, theirs, strict=True) if isinstance(ours, tuple) else ((ours, theirs),)
+        return max(_relative(one, other) for one, other in pairs)
     if kind == "scores":
         worst = 0.0
         # Row by row of some megabytes: a prefill's scores are large.

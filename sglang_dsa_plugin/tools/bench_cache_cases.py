@@ -70,7 +70,7 @@ def stored(layout: str, rows: int, quick: bool = False) -> Case:
 
 
 def read(layout: str, rows: int) -> Case:
-    """Rows of a cached prefix, as bf16."""
+    """Rows of a cached prefix, or new ones that the cache has rounded, as bf16 and in two parts."""
     moved = rows * (2 * ROW_DIM + _row_bytes(layout) + 8)
     return Case(
         f"rows read, {SHORT[layout]}",
@@ -79,9 +79,9 @@ def read(layout: str, rows: int) -> Case:
         Work(moved),
         moved,
         lambda maker: _row_inputs(maker, layout, rows),
-        lambda i, impl: latent_rows.load(i.rows, i.slots, layout, dtype=torch.bfloat16, impl=impl),
+        lambda i, impl: latent_rows.load_parts(i.rows, i.slots, layout, torch.bfloat16, impl=impl),
         _READ[layout],
-        lambda i: latent_rows.reference_load(i.rows, i.slots, layout).bfloat16(),
+        lambda i: latent_rows.reference_load(i.rows, i.slots, layout).bfloat16().split([LATENT_DIM, ROPE_DIM], dim=1),
         quick=True,
         kind="copies",
     )
@@ -146,10 +146,10 @@ def _read_bf16(inputs: Inputs) -> Call:
 
     cache, count = inputs.rows.unsqueeze(1), inputs.slots.shape[0]
 
-    def call() -> torch.Tensor:
-        whole = cache.new_empty(count, 1, ROW_DIM)
-        get_mla_kv_buffer_triton(cache, inputs.slots, whole[..., :LATENT_DIM], whole[..., LATENT_DIM:])
-        return whole.squeeze(1)
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        latent, rope = (cache.new_empty(count, 1, n) for n in (LATENT_DIM, ROPE_DIM))
+        get_mla_kv_buffer_triton(cache, inputs.slots, latent, rope)
+        return latent.squeeze(1), rope.squeeze(1)
 
     return call
 
@@ -158,7 +158,12 @@ def _read_fp8(inputs: Inputs) -> Call:
     from sglang.kernels.ops.attention.dsa.dequant_k_cache import dequantize_k_cache_paged_dsa
 
     cache = inputs.rows.view(FP8).unsqueeze(1)
-    return lambda: dequantize_k_cache_paged_dsa(cache, inputs.slots).squeeze(1)
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        whole = dequantize_k_cache_paged_dsa(cache, inputs.slots).squeeze(1)
+        return whole[:, :LATENT_DIM].contiguous(), whole[:, LATENT_DIM:]
+
+    return call
 
 
 def _concatenated(inputs: Inputs) -> Call:

@@ -100,16 +100,10 @@ def _rows_and_keys(normal: Callable, integers: Callable, on: Callable) -> Iterat
             lambda d, i, b=blank, y=layout, s=scale: (latent_rows.load(*on(d, b, slots), y, s, impl=i),),
             (latent_rows.reference_load(blank, slots, layout, scale),), close(1e-6),
         )  # fmt: skip
-
-        def read_back(d: torch.device, i: str, y: str = layout, s: float = scale) -> Tensors:
-            back = torch.empty(70, 512, device=d), torch.empty(70, 64, device=d)
-            rows = torch.zeros(256, LATENT_LAYOUTS[y].width, dtype=LATENT_LAYOUTS[y].dtype, device=d)
-            latent_rows.store(rows, *on(d, slots, latent, turned), y, s, readback=back, impl=i)
-            return (torch.cat(back, dim=1),)
-
         yield Case(
-            "latent_rows_store", f"{layout}, read back", features, read_back,
-            (quant.reference_dequantize_latent(rows, layout, scale),), close(1e-6),
+            "latent_rows_load", f"{layout}, two parts in bf16", features,
+            lambda d, i, b=blank, y=layout, s=scale: latent_rows.load_parts(*on(d, b, slots), y, BF16, s, impl=i),
+            latent_rows.reference_load(blank, slots, layout, scale).bfloat16().split([512, 64], dim=1), equal,
         )  # fmt: skip
         yield _moved("latent_rows_move", layout, blank, latent_rows.move, latent_rows.reference_move)
     yield from _key_pages(normal, on)

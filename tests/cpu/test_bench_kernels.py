@@ -110,7 +110,8 @@ def test_the_call_of_a_case_agrees_with_its_reference(name):
         assert torch.equal(got == -torch.inf, want == -torch.inf)
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
     else:
-        assert torch.equal(got, want)
+        pairs = zip(got, want, strict=True) if isinstance(want, tuple) else ((got, want),)
+        assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_the_cases_are_those_of_the_acceptance_table():

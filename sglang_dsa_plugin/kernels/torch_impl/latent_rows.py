@@ -15,30 +15,22 @@ def store(
     rope: torch.Tensor,
     layout: str,
     kv_scale: float = 1.0,
-    readback: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """`ops.latent_rows.store`."""
     encoded = quant.quantize_latent(latent, rope, layout, kv_scale)
     slot_io.scatter(slots, rows.shape[0], _row, ((_bytes(rows), _bytes(encoded)),))
-    if readback is not None:
-        values = quant.dequantize_latent(encoded, layout, kv_scale)
-        readback[0].copy_(values[:, :LATENT_DIM])
-        readback[1].copy_(values[:, LATENT_DIM:])
 
 
 def load(
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    layout: str,
-    kv_scale: float = 1.0,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """`ops.latent_rows.load`."""
+    rows: torch.Tensor, slots: torch.Tensor, layout: str, kv_scale: float, latent: torch.Tensor, rope: torch.Tensor
+) -> None:
+    """`ops.latent_rows.load_parts` into latent [R, 512] and rope [R, 64]."""
     (picked,) = slot_io.gather(slots, rows.shape[0], _row, (_bytes(rows),))
-    picked = picked.view(rows.dtype)
-    if picked.dtype == dtype:
-        return picked
-    return quant.dequantize_latent(picked, layout, kv_scale).to(dtype)
+    values = picked.view(rows.dtype)
+    if values.dtype.itemsize == 1:
+        values = quant.dequantize_latent(values, layout, kv_scale)
+    latent.copy_(values[:, :LATENT_DIM])
+    rope.copy_(values[:, LATENT_DIM:])
 
 
 def move(rows: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:

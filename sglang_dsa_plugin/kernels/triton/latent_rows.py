@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dsa_plugin.cache.layouts import FP8, LATENT_DIM, QUANT_BLOCK, ROPE_DIM, ROW_DIM
+from sglang_dsa_plugin.cache.layouts import FP8, LATENT_DIM, QUANT_BLOCK, ROPE_DIM
 
 from . import index_tables, pdl
 from .e4m3 import decode, encode, has_cvt, inverse_of, scale_bits, scale_of
@@ -37,20 +37,15 @@ def store_kernel(
     rows,
     scales,
     turned,
-    back,
-    back_rope,
     latent_stride,
     rope_stride,
     rows_stride,
     scales_stride,
     turned_stride,
-    back_stride,
-    back_rope_stride,
     tokens,
     count,
     kv_scale,
     KIND: tl.constexpr,
-    BACK: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -64,7 +59,9 @@ def store_kernel(
 
     rows, scales, turned: views of the cache for the latent part, the scales and the rope part; strides in elements.
     KIND: "cast" (rows in a float dtype), "unit" (one kv_scale for all), "blocks" (a scale per 128 values, rope bf16).
-    BACK: also what the row then holds into row r of back [R, 512] and back_rope [R, 64], whatever its slot.
+
+    Nothing is read back here: of codes that are stored and used in the same kernel ptxas (of Triton 3.8) takes every
+    other one from a register that is not written yet.
     """
     wait_for_earlier(PDL)
     let_next_start(PDL)
@@ -89,17 +86,6 @@ def store_kernel(
         code_rope = y.to(turned.dtype.element_ty)
     tl.store(rows + slot[:, None] * rows_stride + columns, code, mask=keep[:, None])
     tl.store(turned + rope_slot[:, None] * turned_stride + ROPE_AT + turn, code_rope, mask=rope_keep[:, None])
-    if BACK:
-        if KIND == "blocks":
-            x, y = decode(code) * scale_of(bits)[:, None], code_rope.to(tl.float32)
-        elif KIND == "unit":
-            x, y = decode(code) * kv_scale, decode(code_rope) * kv_scale
-        else:
-            x, y = code.to(tl.float32), code_rope.to(tl.float32)
-        to = back + r[:, None] * back_stride + columns
-        tl.store(to, x.to(back.dtype.element_ty), mask=real[:, None])
-        to = back_rope + whose[:, None] * back_rope_stride + turn
-        tl.store(to, y.to(back_rope.dtype.element_ty), mask=rope_real[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens", "count"])
@@ -109,10 +95,12 @@ def load_kernel(
     scales,
     turned,
     out,
+    out_rope,
     rows_stride,
     scales_stride,
     turned_stride,
     out_stride,
+    out_rope_stride,
     tokens,
     count,
     kv_scale,
@@ -125,8 +113,8 @@ def load_kernel(
     ROPE_AT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Row slots[r] of the cache, dequantised, into row r of out [R, 576]; zeros where it is not in [0, count). The rest
-    as in `store_kernel`.
+    """Row slots[r] of the cache, dequantised, into row r of out [R, 512] and out_rope [R, 64]; zeros where it is not in
+    [0, count). The rest as in `store_kernel`.
     """
     wait_for_earlier(PDL)
     let_next_start(PDL)
@@ -142,8 +130,8 @@ def load_kernel(
     elif KIND == "unit":
         x, y = decode(x) * kv_scale, decode(y) * kv_scale
     tl.store(out + r[:, None] * out_stride + columns, x.to(out.dtype.element_ty), mask=real[:, None])
-    to = out + whose[:, None] * out_stride + BLOCKS * BLOCK + turn
-    tl.store(to, y.to(out.dtype.element_ty), mask=rope_real[:, None])
+    to = out_rope + whose[:, None] * out_rope_stride + turn
+    tl.store(to, y.to(out_rope.dtype.element_ty), mask=rope_real[:, None])
 
 
 def _views(
@@ -168,31 +156,24 @@ def store(
     rope: torch.Tensor,
     layout: str,
     kv_scale: float = 1.0,
-    readback: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """`ops.latent_rows.store`."""
     tokens, count = slots.shape[0], rows.shape[0]
-    if not tokens or not (count or readback):
+    if not tokens or not count:
         return
     parts, strides, constants = _views(rows, layout)
-    back, back_rope = (latent, rope) if readback is None else readback
     gpu = index_tables.gpu_of(rows.device)
     store_kernel[(triton.cdiv(tokens, ROWS),)](
         latent,
         rope,
         slots,
         *parts,
-        back,
-        back_rope,
         latent.stride(0),
         rope.stride(0),
         *strides,
-        back.stride(0),
-        back_rope.stride(0),
         tokens,
         count,
         float(kv_scale),
-        BACK=readback is not None,
         CVT=has_cvt(gpu),
         **constants,
         **pdl.arguments(gpu),
@@ -200,29 +181,25 @@ def store(
 
 
 def load(
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    layout: str,
-    kv_scale: float = 1.0,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """`ops.latent_rows.load`."""
+    rows: torch.Tensor, slots: torch.Tensor, layout: str, kv_scale: float, latent: torch.Tensor, rope: torch.Tensor
+) -> None:
+    """`ops.latent_rows.load_parts` into latent [R, 512] and rope [R, 64]."""
     tokens = slots.shape[0]
-    out = torch.empty(tokens, ROW_DIM, dtype=dtype, device=rows.device)
     if not tokens:
-        return out
+        return
     parts, strides, constants = _views(rows, layout)
     gpu = index_tables.gpu_of(rows.device)
     load_kernel[(triton.cdiv(tokens, ROWS),)](
         slots,
         *parts,
-        out,
+        latent,
+        rope,
         *strides,
-        out.stride(0),
+        latent.stride(0),
+        rope.stride(0),
         tokens,
         rows.shape[0],
         float(kv_scale),
         **constants,
         **pdl.arguments(gpu),
     )
-    return out

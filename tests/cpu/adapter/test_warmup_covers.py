@@ -42,6 +42,7 @@ from sglang_dsa_plugin.kernels.triton import (
 )
 from sglang_dsa_plugin.kernels.vendor import deep_gemm_load
 from sglang_dsa_plugin.kernels.vendor import index_select as vendor_select
+from sglang_dsa_plugin.ops import latent_rows as latent_rows_op
 from sglang_dsa_plugin.support_row import MANY_ROWS, ROW_STEPS, SOME_ROWS
 
 H200 = index_tables.Gpu("cuda", 90, 132, 227)
@@ -401,21 +402,15 @@ def test_keys_that_prefill_expands_are_those_that_were_loaded(
     sizes = {"qk_nope_head_dim": nope, "v_head_dim": value, "q_lora_rank": q_rank}
     preload.load_expanded(types.SimpleNamespace(**sizes), pool, heads, torch.bfloat16)
     loaded = set(seen)
-    assert {name for name, *_ in loaded} == {"join_kernel", "load_kernel"} | (
-        {"store_kernel"} if "fp8" in layout else set()
-    )
+    assert {name for name, *_ in loaded} == {"join_kernel", "load_kernel"}
     for _ in range(100):
         tokens = round(2 ** rng.uniform(0, 14))
         # As SGLang's projection and an expansion leave them (forward_mha.py).
         latent_and_rope = torch.empty(tokens, q_rank + 576, dtype=torch.bfloat16, device="meta")[:, q_rank:]
-        latent, rope = torch.empty(tokens, 512, dtype=torch.bfloat16, device="meta"), latent_and_rope[:, 512:]
-        slots = torch.empty(tokens, dtype=torch.int64, device="meta")
-        if spec.dtype != torch.bfloat16 and rng.random() < 0.5:
-            back = latent.new_empty(latent.shape), rope.new_empty(rope.shape)
-            latent_rows.store(rows, slots, latent, rope, layout, readback=back)
-            latent, rope = back
-        elif rng.random() < 0.5:
-            latent, rope = latent_rows.load(rows, slots.int(), layout, dtype=torch.bfloat16).split([512, 64], dim=-1)
+        rope, cached = latent_and_rope[:, 512:], rng.random() < 0.5
+        if spec.dtype != torch.bfloat16 or cached:
+            slots = torch.empty(tokens, dtype=torch.int32 if cached else torch.int64, device="meta")
+            _, rope = latent_rows_op.load_parts(rows, slots, layout, torch.bfloat16)
         expanded = torch.empty(tokens, heads, nope + value, dtype=torch.bfloat16, device="meta")
         mha_keys.join(expanded[..., :nope], rope)
     assert seen == loaded and not caplog.records
@@ -423,9 +418,7 @@ def test_keys_that_prefill_expands_are_those_that_were_loaded(
 
 def by_triton(operator, **_):
     """What a GPU takes of the rows that follow."""
-    return {"mha_keys": mha_keys.join, "latent_rows_load": latent_rows.load, "latent_rows_store": latent_rows.store}[
-        operator
-    ]
+    return {"mha_keys": mha_keys.join, "latent_rows_load": latent_rows.load}[operator]
 
 
 def test_a_start_goes_on_where_keys_do_not_compile(monkeypatch, caplog):

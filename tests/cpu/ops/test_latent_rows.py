@@ -41,19 +41,15 @@ def test_store_then_load(layout, slots, dtype):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_rows_are_read_in_a_dtype_and_read_back_as_stored(layout, dtype):
-    rows, slots = _rows(layout), torch.tensor([3, 9, 50])
-    back = torch.empty(3, 512, dtype=dtype), torch.empty(3, 64, dtype=dtype)
-    latent_rows.store(rows, slots, _normal(3, 512, seed=2), _normal(3, 64, seed=3), layout, SCALE, readback=back)
-    got = latent_rows.load(rows, slots, layout, SCALE, dtype)
-    assert got.dtype == dtype and torch.equal(got, torch.cat(back, dim=1))
+def test_rows_are_read_in_two_parts_of_a_dtype(layout, dtype):
+    rows, slots = _rows(layout), torch.tensor([3, -1, 9, 50])
+    parts = latent_rows.load_parts(rows, slots, layout, dtype, SCALE)
+    assert [(part.dtype, part.shape[1], part.is_contiguous()) for part in parts] == [
+        (dtype, 512, True),
+        (dtype, 64, True),
+    ]
     # Rounded once.
-    assert torch.equal(got, latent_rows.load(rows, slots, layout, SCALE).to(dtype))
-    # A row that is not stored is read back as if it had been.
-    again = torch.empty(3, 512, dtype=dtype), torch.empty(3, 64, dtype=dtype)
-    nowhere = torch.full_like(slots, -1)
-    latent_rows.store(rows, nowhere, _normal(3, 512, seed=2), _normal(3, 64, seed=3), layout, SCALE, readback=again)
-    assert torch.equal(torch.cat(again, dim=1), got)
+    assert torch.equal(torch.cat(parts, dim=1), latent_rows.load(rows, slots, layout, SCALE).to(dtype))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -123,12 +119,9 @@ SLOTS = torch.tensor([0, 1])
     [
         (lambda: latent_rows.load(_rows("fp8_656"), SLOTS, "fp8_576"), "load: rows must be a float8_e4m3fn"),
         (lambda: latent_rows.load(_rows("fp8_656"), SLOTS, "v4"), "load: layout must be one of"),
-        (lambda: latent_rows.load(_rows("fp8_656"), SLOTS, "fp8_656", dtype=torch.int8), "load: dtype must be one of"),
         (
-            lambda: latent_rows.store(
-                _rows("fp8_656"), SLOTS, _normal(2, 512), _normal(2, 64), "fp8_656", readback=(_normal(2, 512),) * 2
-            ),
-            r"store: readback\[1\] must be",
+            lambda: latent_rows.load_parts(_rows("fp8_656"), SLOTS, "fp8_656", torch.int8),
+            "load_parts: dtype must be one",
         ),
         (lambda: latent_rows.load(_rows("fp8_576"), SLOTS, "fp8_576", -1.0), "load: kv_scale must be"),
         (
