@@ -2,9 +2,10 @@
 
 import pytest
 
+from sglang_dsa_plugin.backend import dense_fallback
 from tests.server import load
 from tests.server.conftest import server, slot  # noqa: F401
-from tests.server.harness import ModelSpec, ServerSpec
+from tests.server.harness import ModelSpec, ServerSpec, random_prompt
 from tests.server.specs import TP2
 
 LONGEST = 20_000
@@ -35,3 +36,13 @@ def test_two_hundred_requests(server):  # noqa: F811
     paths = server.prefills()
     # Below 2048 tokens in a prefill graph, above outside; dense only where several short prompts make a large batch.
     assert paths["graph"] and paths["sparse"] and not paths["masked"], paths
+
+
+def test_short_prompts_together_attend_on_expanded_keys(server):  # noqa: F811
+    """Too many tokens for a prefill graph, and no prompt past k."""
+    k, before = dict(server.spec.model.options)["index_topk"], server.prefills()["dense"]
+    # The first may run alone.
+    together = 1 + -(-2 * dense_fallback.GRAPH_TOKENS // k)
+    answers = server.generate([random_prompt(k - 8, seed=i) for i in range(together)], new=2)
+    assert server.prefills()["dense"] > before
+    assert all(answer.rows.isfinite().all() for answer in answers)

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import math
 import random
 from dataclasses import dataclass
 
@@ -38,7 +39,9 @@ def requests(count: int, longest: int, seed: int = 0, leaving: int = 2, new: int
 
 
 def run(server: Server, load: list[Request], at_once: int) -> list[int]:
-    """Send all, `at_once` at a time; tokens that came back for each. Raises for an answer that is not 200."""
+    """Send all, `at_once` at a time; tokens that came back for each. Raises for an answer that is not 200 or whose
+    log-probabilities are no numbers.
+    """
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(lambda request: _ask(server, request), load))
 
@@ -48,17 +51,21 @@ def _ask(server: Server, request: Request) -> int:
         "input_ids": list(request.prompt),
         "sampling_params": {"temperature": 0, "max_new_tokens": request.new, "ignore_eos": True},
         "stream": True,
+        "return_logprob": True,
     }
-    came = 0
+    came, seen = 0, []
     with server.http.stream("POST", "/generate", json=body) as answer:
         if answer.status_code != 200:
             raise RuntimeError(f"{len(request.prompt)} tokens: {answer.status_code}: {answer.read()[:500]!r}")
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 meta = json.loads(line[6:])["meta_info"]
-                came = meta["completion_tokens"]
+                came, seen = meta["completion_tokens"], meta["output_token_logprobs"]
                 if request.leaves:
                     break
+    # A greedy answer is made of logits that are no numbers as well.
+    if not all(math.isfinite(value) for value, *_ in seen):
+        raise RuntimeError(f"{len(request.prompt)} tokens: log-probabilities that are no numbers: {seen[:5]}")
     return came
 
 
