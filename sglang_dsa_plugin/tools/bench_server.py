@@ -1,30 +1,35 @@
 """`sglang-dsa bench server`: this package against SGLang's built-in DSA, both served on the same GPU in one run.
 
-Method: one server after the other on a model of real attention shapes with dummy weights and dense MLPs, so that the
-GPU's time is seen and not the scheduler's; every prompt is new random tokens. Time to first token: of one request
-alone. Time per token: of `concurrency` streams together, over the time in which all of them decode. Medians of the
-repeats; the first round of every case is not counted. The sides run in the order given; a side may come twice, which
-shows drift.
+Method: several servers of each side on a model of real attention shapes with dummy weights and dense MLPs, so that the
+GPU's time is seen and not the scheduler's. All stand on the GPU at once and are asked in turn, the others stopped
+meanwhile (bench_turns): what a host takes to launch a step changes by half within a minute, and from process to
+process, so one server after the other would compare two moments. Every prompt is new random tokens. Time per token: of
+`concurrency` streams together, over the time in which all of them decode. The first turn does not count.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import tempfile
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from sglang_dsa_plugin.tools import bench_header
-from sglang_dsa_plugin.tools.bench_client import Client, decode_rate
 from sglang_dsa_plugin.tools.bench_kernels import require_gpu
+from sglang_dsa_plugin.tools.bench_turns import Contestant, side_by_side, take_turns
 from sglang_dsa_plugin.tools.make_model import make_model
 from sglang_dsa_plugin.tools.serve import running, stop_with_this_command
-from sglang_dsa_plugin.tools.serve_plan import Failure, Launch, plan_launch
+from sglang_dsa_plugin.tools.serve_plan import Failure, plan_launch
 from sglang_dsa_plugin.tools.serve_wait import in_use, say, wait_ready
 
+_WIDTH = 140  # of the table in a file
+_PAGE = 64  # tokens; cache.layouts would bring torch
 SIDES = {"plugin": {"SGLANG_DSA_PLUGIN": "on"}, "builtin": {"SGLANG_DSA_PLUGIN": "off"}}
 
 
@@ -38,15 +43,16 @@ def bench_server(
     prompts: Annotated[str, typer.Option(help="prompt lengths, comma-separated")] = "1024,8192,32768",
     concurrency: Annotated[str, typer.Option(help="requests at once, comma-separated")] = "1,16",
     new_tokens: Annotated[int, typer.Option(min=8, help="tokens decoded per request")] = 64,
-    repeats: Annotated[int, typer.Option(help="counted repeats of every case")] = 3,
-    sides: Annotated[str, typer.Option(help="servers to run, in order: plugin, builtin")] = "plugin,builtin",
-    start_limit: Annotated[int, typer.Option(help="seconds a server may take to start")] = 600,
+    turns: Annotated[int, typer.Option(min=1, help="counted times that every server is asked for every case")] = 4,
+    each: Annotated[int, typer.Option(min=1, help="servers of each side")] = 2,
+    sides: Annotated[str, typer.Option(help="plugin, builtin or both")] = "plugin,builtin",
+    start_limit: Annotated[int, typer.Option(help="seconds until all servers have started")] = 900,
     log_dir: Annotated[Path | None, typer.Option(help="keep the servers' logs here")] = None,
     json_out: Annotated[Path | None, typer.Option("--json", help="also write the figures to this file")] = None,
     extra: Annotated[str, typer.Option(help="more SGLang arguments, for both sides")] = "",
 ) -> None:
-    """Time to first token and time per token of the plugin and of the built-in (starts and stops both servers)."""
-    order = [side.strip() for side in sides.split(",")]
+    """Time to first token and time per token of the plugin and of the built-in (starts and stops the servers)."""
+    order = list(dict.fromkeys(side.strip() for side in sides.split(",")))
     unknown = [side for side in order if side not in SIDES]
     if unknown:
         raise typer.BadParameter(f"--sides {unknown[0]}: use {' and '.join(SIDES)}, comma-separated")
@@ -54,35 +60,61 @@ def bench_server(
     # On a CPU the model takes 17 GB and minutes an answer, and there is no built-in to compare with.
     require_gpu("bench server")
     stop_with_this_command()
-    runs: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="sglang-dsa-bench-") as work:
+    with tempfile.TemporaryDirectory(prefix="sglang-dsa-bench-") as work, contextlib.ExitStack() as servers:
         model = Path(work) / "model"
-        make_shape(model, arch, heads, layers, hidden, index_topk, max(lengths) + new_tokens + 64)
-        for number, side in enumerate(order):
-            arguments = [
-                *("--model-path", str(model), "--load-format", "dummy", "--sampling-backend", "pytorch"),
-                *("--attention-backend", "dsa"),  # for both sides the same words
-                *("--kv-cache-dtype", kv_cache_dtype, "--max-running-requests", str(max(together))),
-                *("--cuda-graph-max-bs-decode", str(max(together)), *extra.split()),
-            ]
-            launch = plan_launch(arguments, on_cpu=False, tiny_model=model)
-            log = (log_dir or Path(work)) / f"server-{number}-{side}.log"
-            try:
-                with running(launch, log, SIDES[side]) as server:
-                    startup = wait_ready(server, launch, log, start_limit)
-                    if (in_use(log) is None) != (side == "builtin"):
-                        raise Failure(f"the log {log} does not say that this is the {side}")
-                    figures = measure(launch, lengths, together, new_tokens, repeats)
-                runs.append({"side": side, "startup_s": round(startup, 1), "in_use": in_use(log), "ms": figures})
-            except (Failure, RuntimeError) as failure:
-                say(f"{side}: {failure!r}")
-                runs.append({"side": side, "failed": str(failure)[:2000]})
+        longest = max(lengths) + new_tokens + _PAGE
+        make_shape(model, arch, heads, layers, hidden, index_topk, longest)
+        arguments = [
+            *("--model-path", str(model), "--load-format", "dummy", "--sampling-backend", "pytorch"),
+            *("--attention-backend", "dsa"),  # for both sides the same words
+            *("--kv-cache-dtype", kv_cache_dtype, "--max-running-requests", str(max(together))),
+            *("--cuda-graph-max-bs-decode", str(max(together))),
+            # Or the first would take most of the GPU for its cache.
+            *("--max-total-tokens", str(max(together) * longest + 2 * _PAGE)),
+            *extra.split(),
+        ]
+        contestants = started(order, each, arguments, model, log_dir or Path(work), start_limit, servers)
+        asked = [one for one in contestants if one.failed is None]
+        with side_by_side(asked):
+            take_turns(asked, lengths, together, new_tokens, turns)
+    runs = [
+        {"side": one.side, "number": one.number, "in_use": one.in_use}
+        | ({"ms": one.figures} if one.failed is None else {"failed": one.failed})
+        for one in contestants
+    ]
     record = bench_header.header(bench_header.gpu_name()) | {"runs": runs}
     if json_out is not None:
         bench_header.write(json_out, record)
     show(record)
     if any("failed" in run for run in runs):
         raise typer.Exit(1)
+
+
+def started(
+    sides: list[str], each: int, arguments: list[str], model: Path, logs: Path, limit_s: float, stack: ExitStack
+) -> list[Contestant]:
+    """`each` servers of every side, started together, in turn of the sides; the stack stops them. A server that does
+    not start, or is not what its side says, is marked as failed.
+    """
+    taken: set[int] = set()
+    contestants, began = [], time.monotonic()
+    for number in range(each):
+        for side in sides:
+            launch = plan_launch(arguments, on_cpu=False, tiny_model=model, claim=lambda port: port not in taken)
+            taken.add(launch.port)
+            server = stack.enter_context(running(launch, logs / f"{side}-{number}.log", SIDES[side]))
+            contestants.append(Contestant(side, number, launch, server))
+    for one in contestants:
+        log = logs / f"{one.side}-{one.number}.log"
+        try:
+            wait_ready(one.server, one.launch, log, max(1.0, began + limit_s - time.monotonic()))
+            one.in_use = in_use(log)
+            if (one.in_use is None) != (one.side == "builtin"):
+                raise Failure(f"the log {log} does not say that this is the {one.side}")
+        except Failure as failure:
+            one.failed = str(failure)[:2000]
+            say(f"{one.side} {one.number}: {one.failed}")
+    return contestants
 
 
 def make_shape(out: Path, arch: str, heads: int, layers: int, hidden: int, index_topk: int, context: int) -> None:
@@ -104,28 +136,6 @@ def make_shape(out: Path, arch: str, heads: int, layers: int, hidden: int, index
     path.write_text(json.dumps(config, indent=1))
 
 
-def measure(
-    launch: Launch, lengths: list[int], together: list[int], new_tokens: int, repeats: int
-) -> dict[str, dict[str, float]]:
-    """Milliseconds by case: median, least and most over the repeats."""
-    client = Client(launch, seed=0)
-    figures: dict[str, list[float]] = {}
-    for prompt in lengths:
-        for repeat in range(repeats + 1):
-            stream = client.stream(prompt, 1)
-            if repeat:
-                figures.setdefault(f"first token, S={prompt}", []).append(1e3 * (stream.first - stream.asked))
-        for requests in together:
-            for repeat in range(repeats + 1):
-                rate = decode_rate(client.together(requests, prompt, new_tokens))
-                if repeat:
-                    figures.setdefault(f"per token, S={prompt}, B={requests}", []).append(1e3 * requests / rate)
-    return {
-        name: {"median": statistics.median(values), "least": min(values), "most": max(values)}
-        for name, values in figures.items()
-    }
-
-
 def _numbers(flag: str, text: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
@@ -137,24 +147,38 @@ def _numbers(flag: str, text: str) -> list[int]:
 
 
 def show(record: dict[str, Any]) -> None:
-    """One row a case, one column a run, and the ratio of the first built-in run to the first plugin run."""
+    """One row a case: of each side the median, least and most over all turns of all its servers, and the ratio of the
+    medians.
+    """
     from rich.console import Console
     from rich.table import Table
 
-    runs = [run for run in record["runs"] if "ms" in run]
+    samples: dict[str, dict[str, list[float]]] = {}
+    servers: dict[str, int] = {}
+    for run in record["runs"]:
+        servers[run["side"]] = servers.get(run["side"], 0) + ("ms" in run)
+        for case, values in run.get("ms", {}).items():
+            samples.setdefault(case, {}).setdefault(run["side"], []).extend(values)
     table = Table(title=f"{record['device']}; {record['date']}; milliseconds", title_justify="left")
     table.add_column("case")
-    for run in runs:
-        table.add_column(run["side"], justify="right")
-    first = {run["side"]: run["ms"] for run in reversed(runs)}
-    if len(first) == len(SIDES):
+    for side, count in servers.items():
+        table.add_column(f"{side}, {count} server{'s' * (count != 1)}", justify="right")
+    if len(servers) == len(SIDES):
         table.add_column("built-in / plugin", justify="right")
-    for case in runs[0]["ms"] if runs else []:
-        cells = [f"{run['ms'][case]['median']:.2f}" for run in runs]
-        if len(first) == len(SIDES):
-            cells.append(f"{first['builtin'][case]['median'] / first['plugin'][case]['median']:.2f}")
+    for case, by_side in samples.items():
+        middle = {side: statistics.median(values) for side, values in by_side.items()}
+        cells = [
+            f"{middle[side]:.2f} ({min(by_side[side]):.2f}-{max(by_side[side]):.2f})" if side in by_side else "-"
+            for side in servers
+        ]
+        if len(servers) == len(SIDES):
+            cells.append(f"{middle['builtin'] / middle['plugin']:.2f}" if len(middle) == len(SIDES) else "-")
         table.add_row(case, *cells)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
     console.print(table)
     for run in record["runs"]:
-        console.print(f"{run['side']}: {run.get('in_use') or run.get('failed') or 'built-in'}", soft_wrap=True)
+        console.print(
+            f"{run['side']} {run['number']}: {run.get('failed') or run['in_use'] or 'built-in'}", soft_wrap=True
+        )
