@@ -43,7 +43,7 @@ SPARSE_DECODE = Decision("sparse", "decode is always sparse")
 GRAPH_SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
 GRAPH_TOKENS = GRAPH_SIZES[-1]
 IN_GRAPH = Decision("graph", "the prefill is a replay of a CUDA graph")
-# Expanded keys and values of one layer alive at once on the dense path: 28,600 keys of 128 heads, where a chunk of new
+# Expanded keys and values of one layer alive at once on the dense path: 37,000 keys of 128 heads, where a chunk of new
 # tokens has 8192 or 16384. Prefixes that many requests share are read from the cache for each of them.
 EXPANDED_BYTES = 4 << 30
 

@@ -58,8 +58,10 @@ class MaskedPrefill:
         return self.always or masked < absorbed, what
 
     def bytes_per_key(self) -> int:
-        """Bytes alive for a token while it is expanded: its projection, key and value of every head, its cached row."""
-        return self.itemsize * (self.heads * (2 * self.nope + ROPE_DIM + 2 * self.value) + 2 * ROW_DIM)
+        """Bytes alive for a token while it is expanded: its projection, which holds the values, and key of every head,
+        its cached row.
+        """
+        return self.itemsize * (self.heads * (2 * self.nope + ROPE_DIM + self.value) + ROW_DIM)
 
     def costs(self, prefix: Sequence[int], extend: Sequence[int]) -> tuple[float, float]:
         """(masked, absorbed) in multiplications of a large product."""

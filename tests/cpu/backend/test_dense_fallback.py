@@ -74,8 +74,8 @@ def test_masked_ruled_out_says_why():
 
 
 def test_masked_within_its_bytes():
-    # Of 16 heads in bf16: 128 + 128 values as projected, 192 + 128 as key and value; a cached row twice.
-    assert MASKED.bytes_per_key() == 2 * (16 * (256 + 192 + 128) + 2 * 576)
+    # Of 16 heads in bf16: 128 + 128 values as projected, 192 of the key; a cached row.
+    assert MASKED.bytes_per_key() == 2 * (16 * (256 + 192) + 576)
     fits = masked_prefill.MAX_BYTES // MASKED.bytes_per_key()
     always = MaskedPrefill(**SIZES, always=True)
     assert always.judge([0], [fits])[0]
