@@ -26,7 +26,7 @@ def test_latent_rows_and_sparse_mla(gpu, layout):
     latent, rope = gpu(ROWS, 512), gpu(ROWS, 64)
     assert quant.quantize_latent(latent, rope, layout, 0.3).dtype == spec.dtype
     latent_rows.store(rows, slots, latent, rope, layout, 0.3)
-    assert latent_rows.load(rows, slots, layout, 0.3).shape == (ROWS, 576)
+    latent_rows.load(rows, slots, layout, 0.3, gpu(ROWS, 512, dtype=torch.bfloat16), gpu(ROWS, 64))
     latent_rows.move(rows, slots, slots)
     q, picks = gpu(ROWS, 16, 576, dtype=torch.bfloat16), gpu(ROWS, 33, dtype=torch.int32)
     out, lse = sparse_mla.sparse_mla(q, rows, picks, 0.1, layout, 0.3, gpu(16), gpu(ROWS, dtype=torch.int32))
