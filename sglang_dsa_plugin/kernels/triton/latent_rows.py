@@ -60,8 +60,8 @@ def store_kernel(
     rows, scales, turned: views of the cache for the latent part, the scales and the rope part; strides in elements.
     KIND: "cast" (rows in a float dtype), "unit" (one kv_scale for all), "blocks" (a scale per 128 values, rope bf16).
 
-    Nothing is read back here: of codes that are stored and used in the same kernel ptxas (of Triton 3.8) takes every
-    other one from a register that is not written yet.
+    Nothing is read back here: of codes that are stored and used in the same kernel ptxas (of Triton 3.8) took a quarter
+    from registers that were not written yet (docs/benchmarks.md, "What was tried").
     """
     wait_for_earlier(PDL)
     let_next_start(PDL)
