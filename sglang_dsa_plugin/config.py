@@ -199,8 +199,8 @@ def _served_architecture(outer: Any, config: Any) -> str:
     for name in named:
         if name in NOT_SERVED:
             raise UnsupportedModel(
-                f"architectures=[{name!r}] is not served: {NOT_SERVED[name]}; SGLANG_DSA_PLUGIN=off leaves it to SGLang, "
-                "which needs a GPU"
+                f"architectures=[{name!r}] is not served: {NOT_SERVED[name]}; SGLANG_DSA_PLUGIN=off leaves it to "
+                "SGLang, which needs a GPU"
             )
     for name in named:
         if name in SERVED:
