@@ -11,7 +11,7 @@ import torch
 
 from sglang_dsa_plugin import support
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM
-from sglang_dsa_plugin.ops import dense_mha, index_select
+from sglang_dsa_plugin.ops import dense_mha, index_select, mha_keys
 from sglang_dsa_plugin.support_row import MORE_ROWS, OURS, ROW_STEPS, SOME_ROWS
 from sglang_dsa_plugin.tools import bench_cases, bench_index_cases, bench_run, bench_step, bench_timing
 from sglang_dsa_plugin.tools.bench_cases import SCALE, SHORT, Case, Sizes
@@ -149,7 +149,7 @@ def dense_case(attention: Case, point: Point) -> Case:
         return Inputs(
             q=maker.normal(rows, heads, 192),
             latent=maker.normal(tokens, LATENT_DIM),
-            rope=maker.normal(tokens, 1, 64),
+            rope=maker.normal(tokens, 64),
             weight=maker.normal(LATENT_DIM, heads * 256) * LATENT_DIM**-0.5,
             cu_q=torch.tensor([0, rows], dtype=torch.int32, device=maker.device),
             cu_k=torch.tensor([0, tokens], dtype=torch.int32, device=maker.device),
@@ -163,8 +163,8 @@ def dense(inputs: Inputs) -> Any:
     heads = inputs.q.shape[1]
     expanded = (inputs.latent @ inputs.weight).view(-1, heads, 256)
     k_nope, v = expanded.split([128, 128], dim=2)
-    k = torch.cat((k_nope, inputs.rope.expand(-1, heads, -1)), dim=2)
-    return dense_mha.dense_mha(inputs.q, k, v.contiguous(), inputs.cu_q, inputs.cu_k, SCALE, with_lse=False)
+    k = mha_keys.join(k_nope, inputs.rope)
+    return dense_mha.dense_mha(inputs.q, k, v, inputs.cu_q, inputs.cu_k, SCALE, with_lse=False)
 
 
 def choices(points: Sequence[Point]) -> list[dict[str, Any]]:
