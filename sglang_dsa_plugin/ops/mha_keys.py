@@ -20,6 +20,9 @@ def join(nope: torch.Tensor, rope: torch.Tensor, impl: str | None = None) -> tor
     """
     _check.tensor(_OP, "nope", nope, (None, None, None), _check.FLOATS)
     _check.tensor(_OP, "rope", rope, (nope.shape[0], None), (nope.dtype,), nope.device, "nope")
+    for name, part in (("nope", nope), ("rope", rope)):
+        if not part.shape[-1]:
+            _check.fail(_OP, name, "at least 1 wide", part)
     return support.resolve(_OP, device=nope.device, impl=impl)(nope, rope)
 
 

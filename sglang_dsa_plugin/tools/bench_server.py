@@ -43,7 +43,9 @@ def bench_server(
     prompts: Annotated[str, typer.Option(help="prompt lengths, comma-separated")] = "1024,8192,32768",
     concurrency: Annotated[str, typer.Option(help="requests at once, comma-separated")] = "1,16",
     new_tokens: Annotated[int, typer.Option(min=8, help="tokens decoded per request")] = 64,
-    turns: Annotated[int, typer.Option(min=1, help="counted times that every server is asked for every case")] = 4,
+    turns: Annotated[
+        int, typer.Option(min=1, help="counted turns of every server; short cases are asked up to 5 times in each")
+    ] = 4,
     each: Annotated[int, typer.Option(min=1, help="servers of each side")] = 2,
     sides: Annotated[str, typer.Option(help="plugin, builtin or both")] = "plugin,builtin",
     start_limit: Annotated[int, typer.Option(help="seconds until all servers have started")] = 900,

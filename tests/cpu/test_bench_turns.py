@@ -77,7 +77,9 @@ def test_every_case_has_a_value_of_each_turn_and_tells_the_servers_apart(two):
         }
     )
     for case in fast:
-        assert len(fast[case]) == len(slow[case]) == 2
+        # Of each turn at least one, of those that take no time more.
+        assert 2 <= len(slow[case]) <= len(fast[case]) <= 2 * bench_turns._MOST
+    assert len(fast["first token, S=1000"]) == 2 * bench_turns._MOST and len(slow["per token, S=3000, B=3"]) == 2
     # The program sleeps for so long and a little more.
     assert min(slow["first token, S=3000"]) >= 120 and 16 <= min(fast["first token, S=3000"]) < 120
     assert min(slow["per token, S=1000, B=3"]) >= 29.5 and 3.9 <= min(fast["per token, S=1000, B=3"]) < 29.5
@@ -100,7 +102,7 @@ def test_servers_rest_while_another_is_asked_and_go_on_afterwards(two, monkeypat
 
     def ask(client, *_):
         seen.append([rests(one, wanted) for one, wanted in zip(two, expected[len(seen)], strict=True)])
-        return {"case": 1.0}
+        return {"case": [1.0]}
 
     monkeypatch.setattr(bench_turns, "ask", ask)
     with bench_turns.side_by_side(two):
@@ -128,7 +130,7 @@ def test_a_server_that_ends_or_refuses_is_out_and_the_others_are_asked(two):
     with bench_turns.side_by_side(two):
         bench_turns.take_turns(two, [10], [1], 8, turns=1)
     assert two[0].failed and not two[0].figures
-    assert two[1].failed is None and len(two[1].figures["first token, S=10"]) == 1
+    assert two[1].failed is None and len(two[1].figures["first token, S=10"]) == bench_turns._MOST
 
 
 @pytest.fixture
@@ -156,7 +158,7 @@ def test_the_command_compares_both_sides(on_stand_ins, tmp_path):
     assert result.exit_code == 0, result.output
     runs = json.loads(out.read_text())["runs"]
     assert [(run["side"], run["number"]) for run in runs] == [(s, n) for n in (0, 1) for s in ("plugin", "builtin")]
-    assert all(len(values) == 2 for run in runs for values in run["ms"].values())
+    assert all(len(values) >= 2 for run in runs for values in run["ms"].values())
     assert "2 servers" in result.stdout
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("│ per token,")]
     assert 3 < float(line.split("│")[-2]) < 10

@@ -9,8 +9,8 @@ import triton.language as tl
 from . import index_tables, pdl
 from .pdl import let_next_start, wait_for_earlier
 
-HEADS = 16  # of a program, which is of one token
-COLUMNS = 64
+HEADS = 128  # of a program, which is of one token; fewer were slower wherever a token has more
+_WARPS = 16
 
 
 @triton.jit
@@ -24,25 +24,35 @@ def join_kernel(
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
     NOPE: tl.constexpr,
+    FIRST: tl.constexpr,
+    REST: tl.constexpr,
     ROPE: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    TURN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out [S, HEADS, NOPE + ROPE] from nope [S, HEADS, NOPE] and rope [S, ROPE]; strides in elements."""
+    """out [S, HEADS, NOPE + ROPE] from nope [S, HEADS, NOPE] and rope [S, ROPE]; strides in elements.
+
+    FIRST columns of NOPE and the REST, TURN of ROPE: powers of two, the last two perhaps of more than there are.
+    """
     wait_for_earlier(PDL)
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
     real = head < HEADS
+    first = tl.arange(0, FIRST)[None, :]
+    turn = tl.arange(0, TURN)[None, :]
+    own = nope + token * nope_token + head * nope_head
+    # All is asked for before any is stored: a store may be to where a load reads, as far as the compiler knows.
+    x = tl.load(own + first, mask=real)
+    if REST > 0:
+        rest = FIRST + tl.arange(0, REST)[None, :]
+        y = tl.load(own + rest, mask=real & (rest < NOPE))
+    shared = tl.load(rope + token * rope_token + turn, mask=turn < ROPE)
     to = out + (token * HEADS + head) * (NOPE + ROPE)
-    for first in tl.static_range(0, NOPE, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)[None, :]
-        here = real & (column < NOPE)
-        tl.store(to + column, tl.load(nope + token * nope_token + head * nope_head + column, mask=here), mask=here)
-    for first in tl.static_range(0, ROPE, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)[None, :]
-        shared = tl.load(rope + token * rope_token + column, mask=column < ROPE)
-        tl.store(to + NOPE + column, shared.broadcast_to(TILE, COLUMNS), mask=real & (column < ROPE))
+    tl.store(to + first, x, mask=real)
+    if REST > 0:
+        tl.store(to + rest, y, mask=real & (rest < NOPE))
+    tl.store(to + NOPE + turn, shared.broadcast_to(TILE, TURN), mask=real & (turn < ROPE))
 
 
 def join(nope: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
@@ -51,21 +61,32 @@ def join(nope: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     out = torch.empty(tokens, heads, width + rope.shape[1], dtype=nope.dtype, device=nope.device)
     if not out.numel():
         return out
-    tile = min(HEADS, triton.next_power_of_2(heads))
-    join_kernel[(tokens, triton.cdiv(heads, tile))](
+    constants = shape(heads, width, rope.shape[1])
+    join_kernel[(tokens, triton.cdiv(heads, constants["TILE"]))](
         nope,
         rope,
         out,
         nope.stride(0),
         nope.stride(1),
         rope.stride(0),
-        HEADS=heads,
-        TILE=tile,
-        NOPE=width,
-        ROPE=rope.shape[1],
-        COLUMNS=COLUMNS,
-        # A thread moves 16 bytes at a time.
-        num_warps=max(1, tile * COLUMNS * nope.element_size() // (16 * 32)),
+        **constants,
         **pdl.arguments(index_tables.gpu_of(nope.device)),
     )
     return out
+
+
+def shape(heads: int, nope: int, rope: int) -> dict[str, int]:
+    """Constants of `join_kernel` for the widths of the two parts."""
+    tile = min(HEADS, triton.next_power_of_2(heads))
+    first = 1 << (nope.bit_length() - 1)
+    return {
+        "HEADS": heads,
+        "TILE": tile,
+        "NOPE": nope,
+        "FIRST": first,
+        "REST": triton.next_power_of_2(nope - first) if nope > first else 0,
+        "ROPE": rope,
+        "TURN": triton.next_power_of_2(rope),
+        # A thread moves 16 bytes of 128 columns at a time while the warps last.
+        "num_warps": max(1, min(_WARPS, tile // 2)),
+    }

@@ -83,10 +83,10 @@ def test_reading_latent_rows(name, kind, rows, scales, turned):
 @pytest.mark.parametrize("name", SHARED)
 @pytest.mark.parametrize(("heads", "width"), [(16, 128), (128, 128), (8, 192)])
 def test_keys_put_together(name, heads, width):
-    tile = min(heads, mha_keys.HEADS)
-    fixed = {"HEADS": heads, "TILE": tile, "NOPE": width, "ROPE": 64, "COLUMNS": mha_keys.COLUMNS}
+    fixed = mha_keys.shape(heads, width, 64)
+    warps = fixed.pop("num_warps")
     types = {"nope": "*bf16", "rope": "*bf16", "out": "*bf16"}
-    compiled(mha_keys.join_kernel, name, fixed, tile // 4, **types)
+    assert_sound(compiled(mha_keys.join_kernel, name, fixed, warps, **types))
 
 
 def test_code_that_reads_what_is_not_written_yet_is_seen():

@@ -95,7 +95,9 @@ else:
         assert torch.equal(rows.view(torch.uint8)[~nan], want.view(torch.uint8)[~nan])
         assert torch.equal(rows.float()[~nan], quant.reference_e4m3(torch.cat(args[1:3], 1).double()).float()[~nan])
 
-    @pytest.mark.parametrize(("heads", "width", "value"), [(1, 128, 128), (5, 32, 48), (16, 128, 128), (24, 192, 256)])
+    @pytest.mark.parametrize(
+        ("heads", "width", "value"), [(1, 128, 128), (5, 40, 48), (16, 128, 128), (24, 192, 256), (130, 100, 4)]
+    )
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
     def test_keys_put_together(heads, width, value, dtype):
         g = data.generator()

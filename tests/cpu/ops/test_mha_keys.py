@@ -26,6 +26,8 @@ def test_every_head_gets_its_own_part_and_the_shared_one(tokens, heads, width, d
         (torch.zeros(2, 3, 8), torch.zeros(2, 4).half(), "rope must be a float32 tensor"),
         (torch.zeros(2, 3, 8, dtype=torch.int32), torch.zeros(2, 4), "nope must be a bfloat16/float32/float16 tensor"),
         (torch.zeros(2, 3, 16)[..., ::2], torch.zeros(2, 4), "nope must be contiguous in its last dimension"),
+        (torch.zeros(2, 3, 0), torch.zeros(2, 4), r"nope must be at least 1 wide, got float32 \[2, 3, 0\]"),
+        (torch.zeros(2, 3, 8), torch.zeros(2, 0), r"rope must be at least 1 wide, got float32 \[2, 0\]"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(nope, rope, message):
