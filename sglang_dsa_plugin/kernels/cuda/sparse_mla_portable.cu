@@ -13,7 +13,7 @@
 //
 // Between two barriers one kind multiplies the weights of a tile with its values, the other makes those of the next tile.
 // A scheduler has one warp of scores and two of sums, so what one of them waits for is time for the others. No unit is the
-// limit by itself; to share the products out more evenly took longer (docs/benchmarks.md).
+// limit by itself; to share the products out more evenly took longer (docs/tried.md).
 //
 // __syncthreads_or has no place where only some warps come to it: with a vote that is a constant the compiler (CUDA 13) made
 // two barriers of one. Flags that stand behind a barrier do the same.

@@ -26,7 +26,7 @@ _LOG2E = 1 / math.log(2)
 LAYOUTS = ("bf16_1152", "fp8_656")
 # (tile, stages, kept, together) by layout and heads of a block; the first that fits is taken. Forced on an H200,
 # 2026-12-01, T 4096, S 32K, k 2048, 128 heads, microseconds: bf16 7343 (163 KB) and 9119 (99 KB), fp8 8152 and 10261;
-# 32 heads the day before 3214 and 3735. More is in docs/benchmarks.md.
+# 32 heads the day before 3214 and 3735. More is in docs/tried.md.
 _FORMS = {
     ("bf16_1152", 64): ((32, 3, 28, 1), (16, 4, 32, 1)),
     ("fp8_656", 64): ((32, 1, 15, 2), (16, 2, 30, 1)),

@@ -61,7 +61,7 @@ def store_kernel(
     KIND: "cast" (rows in a float dtype), "unit" (one kv_scale for all), "blocks" (a scale per 128 values, rope bf16).
 
     Nothing is read back here: of codes that are stored and used in the same kernel ptxas (of Triton 3.8) took a quarter
-    from registers that were not written yet (docs/benchmarks.md, "What was tried").
+    from registers that were not written yet (docs/tried.md).
     """
     wait_for_earlier(PDL)
     let_next_start(PDL)

@@ -5,7 +5,7 @@ A kernel launched with `arguments` waits in every program before it touches memo
 and lets the next one start behind its own wait, never ahead of it: else the next could overtake the one before. Ahead
 of the wait it may have its input fetched to the L2 cache, as far as that keeps nobody who works from memory; what it
 reads to know where (past the L1 cache, which would keep it) may be out of date and decides nothing but speed. When it
-lets the next one start was measured for each (docs/benchmarks.md): programs that come early lie unevenly where some
+lets the next one start was measured for each (docs/tried.md): programs that come early lie unevenly where some
 processors have more room than others, and those that wait slow down those that work. So a short kernel does it at once,
 a long one not at all or at its end, and scores of many rows or of a long one at once, which leave no processor room for
 another of their kind.
