@@ -119,6 +119,15 @@ SETTINGS: dict[str, Setting] = {
             most=1 << 12,
         ),
         Setting(
+            "whole_prefill",
+            "SGLANG_DSA_PLUGIN_WHOLE_PREFILL",
+            "choice",
+            "off",
+            ("on", "off"),
+            "on a GPU, prefill CUDA graphs without breaks for batches whose requests all fit in index_topk; on has not "
+            "run on a GPU yet",
+        ),
+        Setting(
             "warmup",
             "SGLANG_DSA_PLUGIN_WARMUP",
             "choice",
@@ -165,6 +174,11 @@ def decode_threads() -> int | None:
     """Threads of a decode step on a CPU; None is auto."""
     text = SETTINGS["decode_threads"].text()
     return None if text == "auto" else int(text)
+
+
+def whole_prefill() -> bool:
+    """Whether prefills of short requests have CUDA graphs without breaks."""
+    return SETTINGS["whole_prefill"].text() == "on"
 
 
 def prefill_warmup() -> str:

@@ -15,11 +15,12 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_exec, get_parallel
 
-from sglang_dsa_plugin import plan
+from sglang_dsa_plugin import plan, settings
 from sglang_dsa_plugin.adapter import prefill, preload, report, state
 from sglang_dsa_plugin.adapter.cpu_threads import StepThreads
 from sglang_dsa_plugin.adapter.indexer import DsaIndexer
 from sglang_dsa_plugin.adapter.pool import DsaPool
+from sglang_dsa_plugin.adapter.whole_prefill import WholePrefills
 from sglang_dsa_plugin.backend import core, dense_fallback, metadata
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM, ROPE_DIM
 from sglang_dsa_plugin.config import DsaConfig
@@ -100,6 +101,9 @@ class DsaBackend(AttentionBackend):
             prefill.masked_prefill(self.config, self.heads, self.model_dtype, torch.device(self.device)),
             plan.why_not_dense(str(self.device), self.choices),
             report.prefill_metrics(counting_rank=first_rank and get_parallel().pp_rank == 0),
+            WholePrefills(self.config.index_topk, torch.device(self.device), self.core.impl_slots)
+            if settings.whole_prefill()
+            else None,
         )
         if torch.device(self.device).type == "cuda":
             context, requests = self.max_context_len, model_runner.req_to_token_pool.size
@@ -121,6 +125,8 @@ class DsaBackend(AttentionBackend):
         threads = "" if self.threads is None else f"; {self.threads.describe()}"
         graphs = get_exec().graph.cuda_graph_config
         captured = "" if graphs is None or graphs.prefill.backend != "breakable" else "; small batches in CUDA graphs"
+        if captured and self.prefill.whole is not None:
+            captured += ", without breaks where every request fits in index_topk"
         return self.prefill.describe() + captured + threads
 
     # Planning
@@ -272,7 +278,11 @@ class DsaBackend(AttentionBackend):
                 "(two-batch overlap drops them; pipeline stages must send them)"
             )
         if save_kv_cache:
-            self.token_to_kv_pool.set_mla_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, k_rope)
+            location = KVWriteLoc.for_batch(forward_batch)
+            held = self.forward_metadata.store_slots
+            if held is not None:
+                location = KVWriteLoc(held, physical=location.physical)
+            self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
         return self.core.sparse(
             q.view(-1, layer.tp_q_head_num, LATENT_DIM),
             q_rope.view(-1, layer.tp_q_head_num, ROPE_DIM),

@@ -131,6 +131,17 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("model_executor.runner_backend_utils.breakable_cuda_graph.is_in_breakable_cuda_graph"),
     Symbol("model_executor.runner_utils.forward_batch.get_forward_batch"),
     Symbol(
+        "model_executor.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend.capture_one",
+        ("shape_key", "forward_fn", "capture_inputs", "post_warmup_hook"),
+    ),
+    Symbol(
+        "model_executor.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend.replay",
+        ("shape_key", "static_forward_batch"),
+    ),
+    Symbol("model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner"),
+    Symbol("model_executor.runner.shape_key.ShapeKey", ("size", "attention_variant")),
+    Symbol("layers.radix_attention.RadixAttention", ("use_prefill_attention_wrapper",)),
+    Symbol(
         "layers.quantization.unquant.UnquantizedFusedMoEMethod",
         ("use_triton_kernels", "use_flashinfer_trtllm_moe", "use_deep_gemm"),
     ),

@@ -144,9 +144,10 @@ class DsaIndexer(torch.nn.Module):
         return_indices is False. A step on the masked path gets its picks in any case, in its metadata: SGLang takes it
         for one that needs none.
         """
-        if is_in_breakable_cuda_graph() and not forward_batch.forward_mode.is_decode():
-            return self._in_graph(x, q_lora, positions, layer_id, return_indices)
         step = get_attn_backend().get_indexer_metadata(layer_id, forward_batch)
+        whole = step is not None and step.store_slots is not None
+        if is_in_breakable_cuda_graph() and not whole and not forward_batch.forward_mode.is_decode():
+            return self._in_graph(x, q_lora, positions, layer_id, return_indices)
         if step is None:
             # An idle data-parallel rank has no rows in any cache; its shape still takes part in the collectives that
             # follow.
@@ -154,7 +155,7 @@ class DsaIndexer(torch.nn.Module):
             return maybe_capture_indexer_topk(layer_id, self._same_on_all_ranks(picks))
         # Rows past those of the step are padding for collectives between ranks: neither stored nor picked for.
         padding = x.shape[0] - step.rows
-        slots = forward_batch.out_cache_loc
+        slots = step.store_slots if whole else forward_batch.out_cache_loc
         if padding > 0:
             x, q_lora, positions, slots = (part[: step.rows] for part in (x, q_lora, positions, slots))
         masked = step.decision.path == "masked"

@@ -17,6 +17,7 @@ from sglang.srt.runtime_context import get_flags, get_parallel
 from sglang_dsa_plugin import settings
 from sglang_dsa_plugin.adapter.pool import DsaPool
 from sglang_dsa_plugin.adapter.report import NoMetrics, PrefillMetrics
+from sglang_dsa_plugin.adapter.whole_prefill import WholePrefills
 from sglang_dsa_plugin.backend import dense_fallback, metadata
 from sglang_dsa_plugin.backend.masked_prefill import MaskedPrefill
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM, ROPE_DIM
@@ -30,7 +31,9 @@ logger = logging.getLogger(__name__)
 
 
 class PrefillPlanner:
-    """Plans and counts prefill batches. why_not_dense: why this server never runs one on expanded keys, or None."""
+    """Plans and counts prefill batches. why_not_dense: why this server never runs one on expanded keys, or None. whole:
+    its prefill graphs without breaks, if it has them.
+    """
 
     def __init__(
         self,
@@ -38,11 +41,13 @@ class PrefillPlanner:
         masked: MaskedPrefill,
         why_not_dense: str | None,
         metrics: PrefillMetrics | NoMetrics,
+        whole: WholePrefills | None = None,
     ) -> None:
         self.req_to_token = req_to_token
         self.masked = masked
         self.why_not_dense = why_not_dense
         self.metrics = metrics
+        self.whole = whole
 
     def describe(self) -> str:
         """How prefill runs, in words, for the start-up line."""
@@ -74,8 +79,16 @@ class PrefillPlanner:
         prefix = [int(p) for p in forward_batch.extend_prefix_lens_cpu]
         extend = [int(e) for e in forward_batch.extend_seq_lens_cpu]
         rows, new_tokens = forward_batch.positions.shape[0], sum(extend)
+        longest = max((p + e for p, e in zip(prefix, extend)), default=0)
+        recording, whole = get_flags().dp.capturing_prefill_graph, None
+        if self.whole is not None:
+            self.whole.forget()
         if is_in_breakable_cuda_graph():
             rows, decision = new_tokens, dense_fallback.IN_GRAPH
+            if self.whole is not None and not recording:
+                whole = self.whole.size_for(new_tokens, longest)
+            if whole is not None:
+                rows, decision = whole, dense_fallback.WHOLE_GRAPH
         else:
             decision = self.decide(forward_batch)
             real = forward_batch.global_num_token_non_padded_cpu
@@ -86,15 +99,17 @@ class PrefillPlanner:
             forward_batch.extend_prefix_lens,
             forward_batch.extend_seq_lens,
             rows,
-            max((p + e for p, e in zip(prefix, extend)), default=0),
+            longest,
             decision,
             new_tokens=new_tokens,
             cached_tokens=sum(prefix),
         )
-        if not get_flags().dp.capturing_prefill_graph:  # SGLang's own batches of nothing, one or more a graph
-            self.metrics.count(decision, rows)
+        if not recording:  # else SGLang's own batches of nothing, one or more a graph
+            self.metrics.count(decision, rows if whole is None else new_tokens)
         logger.debug("prefill of %d rows: %s (%s)", rows, decision.path, decision.reason)
-        return step
+        if self.whole is None or whole is None:
+            return step
+        return self.whole.fill(step, forward_batch.out_cache_loc[:new_tokens])
 
 
 def masked_prefill(config: DsaConfig, heads: int, dtype: torch.dtype, device: torch.device) -> MaskedPrefill:

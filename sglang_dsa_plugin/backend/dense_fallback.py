@@ -5,7 +5,8 @@
 - masked: the same on longer contexts, with a mask of what each row picked (masked_prefill.py);
 - sparse: absorbed attention over the picked rows of the cache;
 - graph: the same, run between the segments of a prefill CUDA graph, which holds the rest of the model. A graph keeps
-  one way of attending, and this is the one that fits every length.
+  one way of attending, and this is the one that fits every length;
+- whole: sparse on all tokens, recorded in a graph with the rest of the model (held_step.py).
 
 One `Decision` is made per batch; the planner that chooses the model's forward method and the executor that runs it read
 that object and nothing else: two decisions could differ.
@@ -19,7 +20,7 @@ from typing import Literal
 
 from sglang_dsa_plugin.backend.masked_prefill import MaskedPrefill
 
-Path = Literal["dense", "masked", "sparse", "graph"]
+Path = Literal["dense", "masked", "sparse", "graph", "whole"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ SPARSE_DECODE = Decision("sparse", "decode is always sparse")
 GRAPH_SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
 GRAPH_TOKENS = GRAPH_SIZES[-1]
 IN_GRAPH = Decision("graph", "the prefill is a replay of a CUDA graph")
+WHOLE_GRAPH = Decision("whole", "the prefill is a replay of a CUDA graph, and every request fits in index_topk")
 # Expanded keys and values of one layer alive at once on the dense path: 37,000 keys of 128 heads, where a chunk of new
 # tokens has 8192 or 16384. Prefixes that many requests share are read from the cache for each of them.
 EXPANDED_BYTES = 4 << 30

@@ -20,7 +20,8 @@ from sglang_dsa_plugin.ops import index_select, select
 class StepMetadata:
     """Rows of one step (module docstring). `decision` is the one that planner and executor read; max_length is a bound
     of `lengths` that the host knows. picks: on the masked path what the last indexer picked, [R,k] positions; layers
-    that reuse picks find them here. captured: it is made in a CUDA graph.
+    that reuse picks find them here. captured: it is made in a CUDA graph. store_slots: where the rows' own tokens go,
+    in a graph of a whole prefill (held_step.py); else the batch says it.
     """
 
     lengths: torch.Tensor
@@ -33,6 +34,7 @@ class StepMetadata:
     key_slots: torch.Tensor | None = None
     picks: torch.Tensor | None = None
     captured: bool = False
+    store_slots: torch.Tensor | None = None
     _all: torch.Tensor | None = field(default=None, repr=False)
     _picks: torch.Tensor | None = field(default=None, repr=False)
     _slots: torch.Tensor | None = field(default=None, repr=False)

@@ -12,6 +12,7 @@ READERS = {
     "impl": settings.forced_impl,
     "latent_layout": settings.latent_layout,
     "masked_prefill": settings.masked_prefill,
+    "whole_prefill": settings.whole_prefill,
     "warmup": settings.prefill_warmup,
     "decode_threads": settings.decode_threads,
 }
@@ -36,6 +37,7 @@ def test_every_setting_has_a_reader():
         ("impl", None),
         ("latent_layout", "auto"),
         ("masked_prefill", "auto"),
+        ("whole_prefill", False),
         ("warmup", "auto"),
         ("decode_threads", None),
     ],

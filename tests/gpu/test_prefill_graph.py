@@ -20,14 +20,18 @@ GRAPHS = (8, 64, 256, 288, 512)
 LENGTHS = (4, 7, 64, 255, 256, 257, 400, 511, 512)
 ARGS = ("--max-total-tokens", "40000", "--chunked-prefill-size", "4096", "--enable-metrics")
 ARGS += ("--cuda-graph-bs-prefill", *map(str, GRAPHS))
+SHAPES = [("deepseek_v32", 16, "bf16"), ("glm_moe_dsa", 64, "fp8_e4m3")]
 
 
-def spec(arch, heads, kv):
+def spec(arch, heads, kv, whole=False):
     model = ModelSpec.of(arch, dtype="bfloat16", heads=heads, index_topk=K, layers=3, dense_layers=3, max_position=8192)
-    return ServerSpec(f"prefill-graph-{arch[:3]}-{heads}-{kv}", model, (*ARGS, "--kv-cache-dtype", kv))
+    name, env = f"prefill-graph-{arch[:3]}-{heads}-{kv}", ()
+    if whole:
+        name, env = f"{name}-whole", (("SGLANG_DSA_PLUGIN_WHOLE_PREFILL", "on"),)
+    return ServerSpec(name, model, (*ARGS, "--kv-cache-dtype", kv), env)
 
 
-SPECS = [spec("deepseek_v32", 16, "bf16"), spec("glm_moe_dsa", 64, "fp8_e4m3")]
+SPECS = [spec(*shape, whole) for whole in (False, True) for shape in SHAPES]
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("server", SPECS, indirect=True)]
 
 
@@ -48,13 +52,18 @@ def first_and_path(server, prompts):  # noqa: F811
     return answer.rows, {path for path in after if after[path] > before[path]}
 
 
+def in_graph(server, longest):  # noqa: F811
+    """The path of a batch in a graph whose longest prompt has so many tokens."""
+    return {"whole"} if server.spec.name.endswith("-whole") and longest <= K else {"graph"}
+
+
 def bound(server, lengths):  # noqa: F811
     """Twice what prompts of these lengths differ by between two graphs up to k, and a rounded sum."""
     noise = 0.0
     for length in lengths:
         prompt = random_prompt(length, seed=length)
         small, path = first_and_path(server, [prompt])
-        assert path == {"graph"}, (length, path)
+        assert path == in_graph(server, length), (length, path)
         large, path = first_and_path(server, [prompt + random_prompt(500 - length, seed=3)])
         assert path == {"graph"}, (length, path)
         noise = max(noise, float(differences(small, large)[0].max()))
@@ -81,7 +90,7 @@ def test_a_graph_answers_as_eager(server, record_testsuite_property):  # noqa: F
     for length in LENGTHS:
         prompt = random_prompt(length, seed=length)
         graph, path = first_and_path(server, [prompt])
-        assert path == {"graph"}, (length, path)
+        assert path == in_graph(server, length), (length, path)
         eager, path = first_and_path(server, [prompt, random_prompt(700, seed=1)])
         assert path == {"sparse"}, (length, path)
         assert len(graph) == len(eager) == length
@@ -108,7 +117,7 @@ def test_a_cached_prefix_and_several_prompts_in_one_graph(server, record_testsui
     before = server.prefills()
     together = server.generate(prompts)
     after = server.prefills()
-    assert {path for path in after if after[path] > before[path]} == {"graph"}
+    assert {path for path in after if after[path] > before[path]} == in_graph(server, 200)
     apart = max(float(differences(a, b.rows)[0].max()) for a, b in zip(alone, together, strict=True))
     # 320 tokens of another prompt are cached, and 150 more follow.
     text = random_prompt(470, seed=99)

@@ -183,7 +183,8 @@ class Server:
     def prefills(self) -> dict[str, int]:
         """Prefill batches by path, as /metrics counts them."""
         found = re.findall(r'^sglang_dsa_prefill_batches_total\{path="(\w+)"\} ([\d.e+]+)$', self.metrics(), re.M)
-        return {"dense": 0, "masked": 0, "sparse": 0, "graph": 0} | {path: int(float(value)) for path, value in found}
+        paths = dict.fromkeys(("dense", "masked", "sparse", "graph", "whole"), 0)
+        return paths | {path: int(float(value)) for path, value in found}
 
     def flush(self) -> None:
         """Forget every cached prefix."""

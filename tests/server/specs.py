@@ -12,7 +12,7 @@ MODELS = {"v32": V32, "yarn": YARN, "glm": GLM}
 
 # With it SGLang's own sparse attention raises when it is called, in every process (probe/sitecustomize.py).
 PROBE = str(Path(__file__).parent / "probe")
-# With it every prefill runs as between the segments of a CUDA graph.
+# With it every prefill runs as between the segments of a CUDA graph, or as recorded in one without breaks.
 GRAPH_PROBE = str(Path(__file__).parent / "graph_probe")
 F32 = ("--dtype", "float32")
 CHUNKED = ("--chunked-prefill-size", "128")
@@ -30,6 +30,7 @@ FORMS = {
     "pp2": (("--pp-size", "2"), ()),
     "masked": ((), (("SGLANG_DSA_PLUGIN_MASKED_PREFILL", "on"),)),
     "graph": ((), (("PYTHONPATH", GRAPH_PROBE),)),
+    "whole": ((), (("SGLANG_DSA_PLUGIN_WHOLE_PREFILL", "on"), ("PYTHONPATH", GRAPH_PROBE))),
 }
 
 

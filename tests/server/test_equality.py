@@ -12,7 +12,7 @@ from tests.server.specs import FORMS, MODELS, PLAIN, exact
 K = 64
 # A pairwise choice for the default run; all combinations under --full.
 DEFAULT = [exact("v32", "plain"), exact("yarn", "chunked+retracting"), exact("glm", "pp2"), exact("yarn", "tp2")]
-DEFAULT += [exact("glm", "masked"), exact("glm", "graph")]
+DEFAULT += [exact("glm", "masked"), exact("glm", "whole")]
 OTHERS = [spec for model in MODELS for form in FORMS if (spec := exact(model, form)) not in DEFAULT]
 SERVERS = DEFAULT + [pytest.param(spec, marks=pytest.mark.full) for spec in OTHERS]
 WIDE = [exact(model, form, 2048) for model in MODELS for form in FORMS]
@@ -41,9 +41,12 @@ def test_prompts(server, assert_equal):
     # However many ranks there are, a batch is counted once.
     chunk = 128 if "--chunked-prefill-size" in server.spec.args else max(LENGTHS)
     after = server.prefills()
-    if server.spec.name.endswith("-graph"):
-        assert {path: after[path] - before[path] for path in after if after[path] > before[path]} == {
-            "graph": len(LENGTHS)
+    if server.spec.name.endswith(("-graph", "-whole")):
+        whole = sum(n <= K for n in LENGTHS) if server.spec.name.endswith("-whole") else 0
+        assert {path: after[path] - before[path] for path in after} == {
+            **dict.fromkeys(after, 0),
+            "graph": len(LENGTHS) - whole,
+            "whole": whole,
         }
         assert_equal(answers)
         return

@@ -12,6 +12,7 @@ MODULES = (
     "cpu_rope",
     "float32_experts",
     "kv_sizing",
+    "whole_prefill",
     "warmup",
     "worker_refusals",
     "last_check",

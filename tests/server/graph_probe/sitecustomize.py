@@ -37,7 +37,17 @@ def padded(original):
             stack.enter_context(set_forward_batch(static))
             stack.enter_context(prefill_graph_scope(full_graph=False, raw_num_tokens=tokens))
             stack.enter_context(forward_context(ForwardContext(attn_backend=runner.attn_backend), forward_batch=static))
+            whole = runner.attn_backend.prefill.whole
+            if whole is not None:
+                whole.sizes[:] = [tokens + more]  # as if this had been recorded
             runner.attn_backend.init_forward_metadata(forward_batch)
+            if whole is not None and whole.take() is not None:
+                # What is recorded runs on all rows, and knows nothing of the batch but what was filled in.
+                from sglang_dsa_plugin.adapter.whole_prefill import unbroken
+
+                static.global_num_token_non_padded_cpu = tokens + more
+                static.out_cache_loc = None
+                stack.enter_context(unbroken(runner.model))
             return runner.model.forward(static.input_ids, static.positions, static)
 
     return run

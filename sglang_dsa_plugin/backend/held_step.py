@@ -1,0 +1,72 @@
+"""A step whose tensors stay where they are: what a CUDA graph of a whole prefill reads, filled anew for every batch.
+
+Such a graph has no Python between its kernels, so nothing in it may follow the batch but what lies in this memory. It
+serves batches in which no row sees more than k tokens: all of them are picked, nothing is scored, and rows, picks and
+slots are the same in every layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_dsa_plugin.backend.dense_fallback import WHOLE_GRAPH
+from sglang_dsa_plugin.backend.metadata import StepMetadata
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """Memory for R rows: lengths int32 [R], picks and their slots int32 [R,k], store_slots int64 [R] where the rows'
+    own tokens go.
+    """
+
+    lengths: torch.Tensor
+    picks: torch.Tensor
+    slots: torch.Tensor
+    store_slots: torch.Tensor
+
+    @classmethod
+    def make(cls, rows: int, k: int, device: torch.device) -> HeldRows:
+        """Rows that are all padding."""
+        return cls(
+            lengths=torch.zeros(rows, dtype=torch.int32, device=device),
+            picks=torch.full((rows, k), -1, dtype=torch.int32, device=device),
+            slots=torch.full((rows, k), -1, dtype=torch.int32, device=device),
+            store_slots=torch.zeros(rows, dtype=torch.int64, device=device),
+        )
+
+    def step(self, rows: int) -> StepMetadata:
+        """The first `rows` rows as a step."""
+        lengths, picks, slots = self.lengths[:rows], self.picks[:rows], self.slots[:rows]
+        nowhere = torch.zeros(1, 1, dtype=torch.int32, device=lengths.device)
+        return StepMetadata(
+            lengths=lengths,
+            row_to_request=nowhere.expand(1, rows).squeeze(0),
+            page_table=nowhere,
+            decision=WHOLE_GRAPH,
+            max_length=picks.shape[1],
+            captured=True,
+            store_slots=self.store_slots[:rows],
+            _all=picks,
+            _picks=picks,
+            _slots=slots,
+            _counts=lengths,
+        )
+
+    def fill(self, step: StepMetadata, store_slots: torch.Tensor, impl_slots: str | None = None) -> None:
+        """Take over a step, its padding included, of which no row is longer than k; store_slots [real rows].
+
+        Padding is stored in slot 0, which belongs to no request. Raises ValueError for a longer row.
+        """
+        rows, real = step.rows, store_slots.shape[0]
+        picks = step.every_token(self.picks.shape[1])
+        if picks is None:
+            raise ValueError(f"a whole prefill graph takes rows of at most {self.picks.shape[1]} tokens")
+        slots = step.slots_of(picks, impl_slots)
+        self.lengths[:rows].copy_(step.lengths)
+        self.picks[:rows].copy_(picks)
+        self.slots[:rows, : slots.shape[1]].copy_(slots)
+        self.slots[:rows, slots.shape[1] :].fill_(-1)
+        self.store_slots[:real].copy_(store_slots)
+        self.store_slots[real:rows].zero_()

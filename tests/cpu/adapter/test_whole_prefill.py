@@ -1,0 +1,165 @@
+"""Prefill graphs without breaks: when they are recorded, planned for and replayed. SGLang's graphs are stand-ins."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("sglang")
+
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+from sglang.srt.model_executor.runner.shape_key import ShapeKey
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import enable_breakable_cuda_graph
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from sglang_dsa_plugin.adapter import prefill
+from sglang_dsa_plugin.adapter.hooks import whole_prefill as hooks
+from sglang_dsa_plugin.adapter.whole_prefill import WholePrefills
+from sglang_dsa_plugin.backend import dense_fallback
+from sglang_dsa_plugin.backend.masked_prefill import MaskedPrefill
+
+K = 64
+
+
+@pytest.fixture
+def whole():
+    return WholePrefills(K, torch.device("cpu"))
+
+
+@pytest.fixture
+def planner(monkeypatch, whole):
+    dp = SimpleNamespace(capturing_prefill_graph=False)
+    monkeypatch.setattr(prefill, "get_flags", lambda: SimpleNamespace(dp=dp))
+    counted = []
+    metrics = SimpleNamespace(count=lambda decision, rows: counted.append((decision.path, rows)))
+    table = torch.arange(64, 320, dtype=torch.int32).view(1, 256)
+    made = prefill.PrefillPlanner(table, MaskedPrefill(8, 128, 128, K, 2), None, metrics, whole)
+    made.flags, made.counted = dp, counted
+    return made
+
+
+def batch(prefix, extend):
+    return SimpleNamespace(
+        extend_prefix_lens_cpu=[prefix],
+        extend_seq_lens_cpu=[extend],
+        extend_prefix_lens=torch.tensor([prefix]),
+        extend_seq_lens=torch.tensor([extend]),
+        req_pool_indices=torch.tensor([0]),
+        positions=torch.arange(prefix, prefix + extend),
+        out_cache_loc=torch.arange(64 + prefix, 64 + prefix + extend),
+        global_num_token_non_padded_cpu=None,
+        get_max_chunk_capacity=lambda: 1 << 20,
+    )
+
+
+def plan_in_graph(planner, prefix, extend):
+    with enable_breakable_cuda_graph():
+        return planner.plan(batch(prefix, extend))
+
+
+def test_a_short_batch_is_planned_on_the_rows_of_the_next_larger_graph(planner, whole):
+    whole.sizes += [32, 16, 8]
+    step = plan_in_graph(planner, 50, 9)
+    assert step.rows == 16 and step.decision == dense_fallback.WHOLE_GRAPH
+    assert step.lengths.tolist() == [*range(51, 60), *[0] * 7]
+    assert step.store_slots.tolist() == [*range(114, 123), *[0] * 7]
+    assert planner.counted == [("whole", 9)]
+    assert (whole.take(), whole.take()) == (16, None)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "extend", "path"), [(0, 64, "graph"), (56, 9, "graph"), (56, 8, "whole"), (0, 32, "whole")]
+)
+def test_longer_requests_and_larger_batches_take_the_graph_with_breaks(planner, whole, prefix, extend, path):
+    whole.sizes += [32, 16, 8]
+    step = plan_in_graph(planner, prefix, extend)
+    assert step.decision.path == path
+    assert (whole.take() is None) == (step.store_slots is None) == (path == "graph")
+    assert step.rows == (extend if path == "graph" else min(s for s in whole.sizes if s >= extend))
+
+
+def test_what_sglang_records_with_and_what_runs_outside_of_graphs_is_ordinary(planner, whole):
+    whole.sizes += [16]
+    planner.flags.capturing_prefill_graph = True
+    assert plan_in_graph(planner, 0, 8).decision.path == "graph" and not planner.counted
+    planner.flags.capturing_prefill_graph = False
+    # One that was planned and never replayed does not stay behind.
+    assert plan_in_graph(planner, 0, 8).decision.path == "whole"
+    assert planner.plan(batch(0, 8)).decision.path == "dense"
+    assert whole.take() is None
+
+
+@pytest.fixture
+def graphs(whole):
+    """SGLang's graph backend as far as the hooks know it; `calls` has what was recorded and replayed, and how."""
+    layer = RadixAttention(4, 192, 1.0, 1, layer_id=0)
+    model = torch.nn.Sequential(torch.nn.ModuleDict({"attn": layer}))
+    backend = SimpleNamespace(prefill=SimpleNamespace(whole=whole), forward_metadata="planned")
+    runner = object.__new__(PrefillCudaGraphRunner)
+    runner.model_runner = SimpleNamespace(attn_backend=backend, model=model)
+    return SimpleNamespace(_cuda_graph_runner=runner, calls=[], layer=layer, backend=backend)
+
+
+def original(graphs, shape_key, forward_fn, capture_inputs=None, post_warmup_hook=None):
+    graphs.calls.append((shape_key, graphs.backend.forward_metadata, graphs.layer.use_prefill_attention_wrapper))
+    forward_fn()
+
+
+def record(graphs, size, forward=lambda: None):
+    hooks.record(original, graphs, ShapeKey(size), forward, capture_inputs=None)
+
+
+def test_each_size_is_recorded_with_breaks_and_then_without_on_held_rows(graphs, whole):
+    record(graphs, 16)
+    record(graphs, 8)
+    (first, planned, broken), (second, held, whole_broken), *more = graphs.calls
+    assert (first, planned, broken) == (ShapeKey(16), "planned", True)
+    assert second == ShapeKey(16, attention_variant=hooks.VARIANT) and not whole_broken
+    assert held.rows == 16 and held.lengths.data_ptr() == whole.held.lengths.data_ptr()
+    assert [key.size for key, *_ in more] == [8, 8] and whole.sizes == [16, 8]
+    assert graphs.backend.forward_metadata == "planned" and graphs.layer.use_prefill_attention_wrapper
+
+
+def test_a_recording_that_fails_leaves_the_model_as_it_was(graphs, whole):
+    def fails():
+        if len(graphs.calls) == 2:
+            raise MemoryError("no memory for the graph")
+
+    with pytest.raises(MemoryError):
+        record(graphs, 16, fails)
+    assert graphs.backend.forward_metadata == "planned" and graphs.layer.use_prefill_attention_wrapper
+    assert not whole.sizes
+
+
+def test_other_graphs_are_recorded_once(graphs, whole, monkeypatch):
+    record(graphs, dense_fallback.GRAPH_TOKENS + 1)
+    monkeypatch.setattr(hooks, "get_global_indexer_capturer", object)
+    record(graphs, 16)
+    monkeypatch.undo()
+    graphs._cuda_graph_runner = SimpleNamespace(model_runner=graphs._cuda_graph_runner.model_runner)  # decode's
+    record(graphs, 16)
+    assert [key.attention_variant for key, *_ in graphs.calls] == [None] * 3 and not whole.sizes
+    # SGLang's own attention backends have none of this.
+    graphs.backend.prefill = None
+    assert hooks.replay(lambda _, key, batch: key, graphs, ShapeKey(8), None) == ShapeKey(8)
+
+
+def test_a_replay_follows_the_plan_once(graphs, planner, whole):
+    whole.sizes += [16]
+    replayed = lambda: hooks.replay(lambda _, key, batch: key.attention_variant, graphs, ShapeKey(16), None)  # noqa: E731
+    assert replayed() is None
+    plan_in_graph(planner, 0, 9)
+    assert (replayed(), replayed()) == (hooks.VARIANT, None)
+    plan_in_graph(planner, 0, 9)
+    with pytest.raises(RuntimeError, match="16 rows and SGLang replays that of 32"):
+        hooks.replay(lambda *_: None, graphs, ShapeKey(32), None)
+
+
+@pytest.mark.parametrize("value", ["on", "off"])
+def test_hooks_follow_the_setting(monkeypatch, value):
+    queued = []
+    monkeypatch.setattr(HookRegistry, "register", lambda target, hook, kind: queued.append(target))
+    monkeypatch.setenv("SGLANG_DSA_PLUGIN_WHOLE_PREFILL", value)
+    hooks.register()
+    assert len(queued) == (2 if value == "on" else 0)

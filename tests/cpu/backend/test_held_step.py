@@ -1,0 +1,61 @@
+"""A step in memory that a CUDA graph reads: what is filled in, what of an earlier batch is left, what is refused."""
+
+import pytest
+import torch
+
+from sglang_dsa_plugin.backend import metadata
+from sglang_dsa_plugin.backend.dense_fallback import WHOLE_GRAPH
+from sglang_dsa_plugin.backend.held_step import HeldRows
+
+K, ROWS = 70, 12
+# Three requests of up to 128 tokens in pages of 64, the second page of each far from its first.
+TABLE = torch.stack([torch.cat((torch.arange(64) + 64 * (r + 1), torch.arange(64) + 64 * (r + 7))) for r in range(3)])
+
+
+def planned(prefix, extend, rows):
+    step = metadata.extend_step(
+        TABLE.int(),
+        torch.arange(len(prefix)),
+        torch.tensor(prefix),
+        torch.tensor(extend),
+        rows,
+        max(p + e for p, e in zip(prefix, extend)),
+        WHOLE_GRAPH,
+        new_tokens=sum(extend),
+    )
+    slots = torch.cat([TABLE[r, p : p + e] for r, (p, e) in enumerate(zip(prefix, extend))])
+    return step, slots
+
+
+def assert_holds(step, prefix, extend):
+    real = sum(extend)
+    seen = [p + i + 1 for p, e in zip(prefix, extend) for i in range(e)]
+    owner = [r for r, e in enumerate(extend) for _ in range(e)]
+    assert step.lengths.tolist() == seen + [0] * (step.rows - real)
+    for row, (length, request) in enumerate(zip(seen, owner)):
+        assert step.every_token(K)[row].tolist() == list(range(length)) + [-1] * (K - length)
+        slots = step.slots_of(step.every_token(K))[row]
+        assert slots.tolist() == TABLE[request, :length].tolist() + [-1] * (K - length)
+    assert (step.every_token(K)[real:] == -1).all() and (step.slots_of(step.every_token(K))[real:] == -1).all()
+    assert step.store_slots[real:].eq(0).all()
+    assert step.pick_counts(K).tolist() == step.lengths.tolist()
+
+
+def test_a_step_reads_what_was_filled_in_last_and_nothing_of_a_larger_batch_before():
+    held = HeldRows.make(ROWS, K, torch.device("cpu"))
+    recorded = held.step(10)
+    assert recorded.rows == 10 and not recorded.decision.expanded and recorded.decision.path == "whole"
+    for prefix, extend in (([64, 3, 0], [6, 2, 2]), ([0, 60], [1, 3]), ([0], [10])):
+        step, slots = planned(prefix, extend, 10)
+        held.fill(step, slots)
+        assert_holds(recorded, prefix, extend)
+        assert recorded.store_slots[: sum(extend)].tolist() == slots.tolist()
+    # The graphs of all sizes read the same memory.
+    assert held.step(4).slots_of(held.step(4).every_token(K)).data_ptr() == held.slots.data_ptr()
+
+
+def test_a_row_that_does_not_keep_every_token_is_refused():
+    held = HeldRows.make(ROWS, K, torch.device("cpu"))
+    step, slots = planned([64], [7], 8)
+    with pytest.raises(ValueError, match="at most 70 tokens"):
+        held.fill(step, slots)
