@@ -2,8 +2,9 @@
 
 SGLang's prefill graphs stop twice a layer for what follows the batch: index keys and picks, and attention. With short
 prompts the GPU waits there for the host. Where all tokens are picked the work is the same for every batch, on rows that
-lie in held memory (backend/held_step.py), and can be recorded with the rest. SGLang's runner knows nothing of it: hooks/whole_prefill.py records a second graph for each size, and replays it
-in place of the first when the batch that was planned last allows it.
+lie in held memory (backend/held_step.py), and can be recorded with the rest. SGLang's runner knows nothing of it:
+hooks/whole_prefill.py records a second graph for each size, and replays it in place of the first when the batch that
+was planned last allows it.
 """
 
 from __future__ import annotations

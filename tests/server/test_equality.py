@@ -110,10 +110,24 @@ def test_token_by_token(server, assert_equal):
 
 @pytest.mark.parametrize("server", WIDE, indirect=True)
 def test_wide(server, assert_equal):
-    """index_topk = 2048: a prompt past it, a cached prefix longer than it, beside a short one, decoding across it."""
+    """index_topk = 2048: a prompt past it, a cached prefix longer than it, beside a short one, decoding across it; and
+    a cached prefix with what follows it in a few prompts at once, all within it.
+    """
     text = text_of(server.spec.model, 2500)
     server.flush()
-    answers = server.generate([text])
+    server.generate([text[:200]])
+    before = server.prefills()
+    answers = [server.generate([text[:330]], start=192)[0]]
+    assert answers[0].meta["cached_tokens"] == 192
+    after = server.prefills()
+    short = "whole" if "whole" in server.spec.name else "graph" if "graph" in server.spec.name else "dense"
+    assert {path: after[path] - before[path] for path in after} == dict.fromkeys(after, 0) | {
+        short: -(-138 // 128) if "chunked" in server.spec.name else 1
+    }
+    server.flush()
+    answers += server.generate([text[:length] for length in (70, 200, 131)])
+    server.flush()
+    answers += server.generate([text])
     answers += server.generate([text], start=2368)
     assert answers[-1].meta["cached_tokens"] == 2368
     server.flush()

@@ -39,7 +39,10 @@ def padded(original):
             stack.enter_context(forward_context(ForwardContext(attn_backend=runner.attn_backend), forward_batch=static))
             whole = runner.attn_backend.prefill.whole
             if whole is not None:
-                whole.sizes[:] = [tokens + more]  # as if this had been recorded
+                from sglang_dsa_plugin.backend.dense_fallback import GRAPH_TOKENS
+
+                # As if this had been recorded, where it would be.
+                whole.sizes[:] = [tokens + more] if tokens + more <= GRAPH_TOKENS else []
             runner.attn_backend.init_forward_metadata(forward_batch)
             if whole is not None and whole.take() is not None:
                 # What is recorded runs on all rows, and knows nothing of the batch but what was filled in.
