@@ -125,8 +125,9 @@ class DsaBackend(AttentionBackend):
         threads = "" if self.threads is None else f"; {self.threads.describe()}"
         graphs = get_exec().graph.cuda_graph_config
         captured = "" if graphs is None or graphs.prefill.backend != "breakable" else "; small batches in CUDA graphs"
-        if captured and self.prefill.whole is not None:
-            captured += ", without breaks where every request fits in index_topk"
+        if self.prefill.whole is not None:
+            without = "; SGLANG_DSA_PLUGIN_WHOLE_PREFILL=on does nothing without prefill graphs"
+            captured += ", without breaks where every request fits in index_topk" if captured else without
         return self.prefill.describe() + captured + threads
 
     # Planning
