@@ -67,6 +67,8 @@ def test_messages_and_progress_outlive_standard_error(dead_pipe, terminal):
 def test_no_server_is_left_when_standard_error_is_gone(dead_pipe, number, tmp_path):
     log = tmp_path / "serve.log"
     code = (
+        # Whoever runs these tests under nohup hands on signals that are ignored.
+        f"import signal\nsignal.signal({int(number)}, signal.SIG_DFL)\n"
         "import sys, time\nfrom pathlib import Path\nfrom sglang_dsa_plugin.tools import serve\n"
         "from sglang_dsa_plugin.tools.serve_plan import Launch\n"
         "server = 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'\n"
