@@ -136,8 +136,8 @@ def _schedule(device: torch.device, rows: int, heads: int, picks: int) -> Any:
 
     Kept for the shapes of decode steps, so that layers and steps share one. A CUDA graph replays with the memory it was
     recorded with: what an eager call left is used in a graph and never dropped from then on, and one that is made
-    during a recording belongs to that graph alone. Of prefills, whose shapes are many and which a server does not
-    record, the last few are kept: the layers of a step follow each other.
+    during a recording belongs to that graph alone. Of prefills, whose shapes are many and of which a server records
+    those of whole graphs alone, the last few are kept: the layers of a step follow each other.
     """
     key = (device, rows, heads, picks)
     recording = torch.cuda.is_current_stream_capturing()
