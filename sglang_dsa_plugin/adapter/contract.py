@@ -25,8 +25,15 @@ class ContractError(RuntimeError):
 
 
 # Methods of ours that SGLang looks for by name, and the module that asks: without the question it would take another
-# path, and nothing would fail.
-ASKED_FOR = (("models.deepseek_common.attention_forward_methods.forward_mha", "prepare_prefill_qkv"),)
+# path, and nothing would fail. And attributes of its objects that are looked at or put in another's place.
+_GRAPHS = "model_executor.runner_backend"
+ASKED_FOR = (
+    ("models.deepseek_common.attention_forward_methods.forward_mha", "prepare_prefill_qkv"),
+    ("models.deepseek_common.attention_forward_methods.forward_mla", "self._can_fuse_bmm_into_attention("),
+    (f"{_GRAPHS}_utils.breakable_cuda_graph.breakable_cuda_graph", "self._break_fns"),
+    *((f"{_GRAPHS}.breakable_cuda_graph_backend", f"self.{name}[") for name in ("_graphs", "_outputs")),
+    (f"{_GRAPHS}.breakable_cuda_graph_backend", "self._capture_inputs["),
+)
 
 
 @dataclass(frozen=True)

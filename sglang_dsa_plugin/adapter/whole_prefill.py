@@ -20,10 +20,14 @@ from sglang_dsa_plugin.backend import dense_fallback
 from sglang_dsa_plugin.backend.held_step import HeldRows
 from sglang_dsa_plugin.backend.metadata import StepMetadata
 
+# DeepSeek's attention asks itself whether its product belongs to attention's break.
+FUSES = "_can_fuse_bmm_into_attention"
+
 
 class WholePrefills:
     """Which sizes have such a graph, and what the next replay reads. topk: the longest request. impl_slots: of
-    positions_to_slots, by name.
+    positions_to_slots, by name. broken: this model breaks for more than attention and picks (experts that go to other
+    ranks), so it has none.
     """
 
     def __init__(self, topk: int, device: torch.device, impl_slots: str | None = None) -> None:
@@ -31,6 +35,7 @@ class WholePrefills:
         self.device = device
         self.impl_slots = impl_slots
         self.sizes: list[int] = []
+        self.broken = False
         self._held: HeldRows | None = None
         self._next: int | None = None
 
@@ -66,24 +71,29 @@ class WholePrefills:
 
     @contextlib.contextmanager
     def recording(self, backend: Any, model: torch.nn.Module, size: int) -> Iterator[None]:
-        """What runs within runs on held rows and does not break; afterwards the size has a graph."""
+        """What runs within runs on held rows, and neither picks nor attention break."""
         before, backend.forward_metadata = backend.forward_metadata, self.held.step(size)
         try:
             with unbroken(model):
                 yield
         finally:
             backend.forward_metadata = before
-        self.sizes.append(size)
 
 
 @contextlib.contextmanager
 def unbroken(model: torch.nn.Module) -> Iterator[None]:
     """Attention layers call the backend where they stand, within a prefill graph, too."""
-    layers = [one for one in model.modules() if isinstance(one, RadixAttention) and one.use_prefill_attention_wrapper]
-    for layer in layers:
-        layer.use_prefill_attention_wrapper = False
-    try:
+    with contextlib.ExitStack() as after:
+        for module in model.modules():
+            if isinstance(module, RadixAttention) and module.use_prefill_attention_wrapper:
+                module.use_prefill_attention_wrapper = False
+                after.callback(setattr, module, "use_prefill_attention_wrapper", True)
+            elif hasattr(module, FUSES):
+                # On CUDA the product that absorbs the keys' projection is otherwise part of attention's break.
+                vars(module)[FUSES] = _does_not
+                after.callback(vars(module).pop, FUSES)
         yield
-    finally:
-        for layer in layers:
-            layer.use_prefill_attention_wrapper = True
+
+
+def _does_not(forward_batch: Any) -> bool:
+    return False

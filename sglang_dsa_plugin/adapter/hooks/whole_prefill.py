@@ -9,6 +9,7 @@ Can go: when a prefill graph may have attention variants, as SGLang's decode gra
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from sglang.srt.state_capturer.indexer_topk import get_global_indexer_capturer
 from sglang_dsa_plugin import settings
 from sglang_dsa_plugin.adapter.whole_prefill import WholePrefills
 from sglang_dsa_plugin.backend import dense_fallback
+
+logger = logging.getLogger(__name__)
 
 VARIANT = "sglang_dsa_whole"
 _GRAPHS = "sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend"
@@ -42,10 +45,25 @@ def record(
     runner = graphs._cuda_graph_runner.model_runner
     whole = _whole_of(runner.attn_backend)
     # Larger prefills attend on expanded keys outside of graphs; picks that are handed out are copied between segments.
-    if whole is None or shape_key.size > dense_fallback.GRAPH_TOKENS or get_global_indexer_capturer() is not None:
+    if whole is None or whole.broken or get_global_indexer_capturer() is not None:
         return
+    if shape_key.size > dense_fallback.GRAPH_TOKENS:
+        return
+    variant = _variant(shape_key)
     with whole.recording(runner.attn_backend, runner.model, shape_key.size):
-        original(graphs, _variant(shape_key), forward_fn, *rest, **more)
+        original(graphs, variant, forward_fn, *rest, **more)
+    breaks = len(graphs._graphs[variant]._break_fns)
+    if breaks == 0:
+        whole.sizes.append(shape_key.size)
+        return
+    # What runs at a break asks for its batch, of which a whole graph's rows know nothing.
+    whole.broken = True
+    del graphs._graphs[variant], graphs._outputs[variant], graphs._capture_inputs[variant]
+    logger.warning(
+        "no whole prefill graphs: this model breaks them %d times for other parts than picks and attention; prefills "
+        "of short requests take the ordinary ones (SGLANG_DSA_PLUGIN_WHOLE_PREFILL)",
+        breaks,
+    )
 
 
 def replay(original: Callable[..., Any], graphs: Any, shape_key: Any, static_forward_batch: Any, **more: Any) -> Any:

@@ -94,16 +94,30 @@ def test_what_sglang_records_with_and_what_runs_outside_of_graphs_is_ordinary(pl
 def graphs(whole):
     """SGLang's graph backend as far as the hooks know it; `calls` has what was recorded and replayed, and how."""
     layer = RadixAttention(4, 192, 1.0, 1, layer_id=0)
-    model = torch.nn.Sequential(torch.nn.ModuleDict({"attn": layer}))
+    mixer = Fuses()
+    model = torch.nn.Sequential(torch.nn.ModuleDict({"attn": layer, "mixer": mixer}))
     backend = SimpleNamespace(prefill=SimpleNamespace(whole=whole), forward_metadata="planned")
     runner = object.__new__(PrefillCudaGraphRunner)
     runner.model_runner = SimpleNamespace(attn_backend=backend, model=model)
-    return SimpleNamespace(_cuda_graph_runner=runner, calls=[], layer=layer, backend=backend)
+    kept = {name: {} for name in ("_graphs", "_outputs", "_capture_inputs")}
+    return SimpleNamespace(
+        _cuda_graph_runner=runner, calls=[], layer=layer, mixer=mixer, backend=backend, other_breaks=0, **kept
+    )
+
+
+class Fuses(torch.nn.Module):
+    """Attention of a DeepSeek model, as far as its question goes."""
+
+    def _can_fuse_bmm_into_attention(self, forward_batch):
+        return True
 
 
 def original(graphs, shape_key, forward_fn, capture_inputs=None, post_warmup_hook=None):
-    graphs.calls.append((shape_key, graphs.backend.forward_metadata, graphs.layer.use_prefill_attention_wrapper))
+    breaks = graphs.layer.use_prefill_attention_wrapper, graphs.mixer._can_fuse_bmm_into_attention(None)
+    graphs.calls.append((shape_key, graphs.backend.forward_metadata, any(breaks)))
     forward_fn()
+    graphs._graphs[shape_key] = SimpleNamespace(_break_fns=[print] * (sum(breaks) + graphs.other_breaks))
+    graphs._outputs[shape_key] = graphs._capture_inputs[shape_key] = None
 
 
 def record(graphs, size, forward=lambda: None):
@@ -119,6 +133,16 @@ def test_each_size_is_recorded_with_breaks_and_then_without_on_held_rows(graphs,
     assert held.rows == 16 and held.lengths.data_ptr() == whole.held.lengths.data_ptr()
     assert [key.size for key, *_ in more] == [8, 8] and whole.sizes == [16, 8]
     assert graphs.backend.forward_metadata == "planned" and graphs.layer.use_prefill_attention_wrapper
+    assert graphs.mixer._can_fuse_bmm_into_attention(None)
+
+
+def test_a_model_that_breaks_for_other_parts_has_no_whole_graphs(graphs, whole, caplog):
+    graphs.other_breaks = 3
+    record(graphs, 16)
+    record(graphs, 8)
+    assert [key.attention_variant for key, *_ in graphs.calls] == [None, hooks.VARIANT, None] and not whole.sizes
+    assert list(graphs._graphs) == list(graphs._outputs) == list(graphs._capture_inputs) == [ShapeKey(16), ShapeKey(8)]
+    assert [r.getMessage() for r in caplog.records if "breaks them 3 times" in r.getMessage()]
 
 
 def test_a_recording_that_fails_leaves_the_model_as_it_was(graphs, whole):

@@ -11,6 +11,23 @@ import sys
 EAGER = "sglang.srt.model_executor.runner.eager_runner"
 
 
+class _Unbroken:
+    """In the place of what records a graph: what is recorded whole must not ask it to stop and go on."""
+
+    def _end_current_segment(self):
+        raise RuntimeError("a whole prefill graph breaks here")
+
+
+def as_on_a_gpu():
+    """Attention's break holds the product before it, as it does where a graph can be recorded."""
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import is_in_breakable_cuda_graph
+    from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
+
+    forward_mla.is_graph_dsa_split_op_surface = lambda forward_batch: (
+        is_in_breakable_cuda_graph() and forward_batch.forward_mode.is_extend_without_speculative()
+    )
+
+
 def padded(original):
     """`EagerRunner._execute_extend` as `PrefillCudaGraphRunner` would run the batch."""
 
@@ -19,10 +36,12 @@ def padded(original):
             return original(self, forward_batch, pp_proxy_tensors)
         import torch
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+        from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import breakable_cuda_graph as recorder
         from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import enable_breakable_cuda_graph
         from sglang.srt.model_executor.runner_utils.forward_batch import set_forward_batch
         from sglang.srt.model_executor.runner_utils.prefill_graph import prefill_graph_scope
 
+        as_on_a_gpu()
         runner = self.model_runner
         forward_batch = self.load_batch(forward_batch, pp_proxy_tensors)
         tokens = len(forward_batch.input_ids)
@@ -51,6 +70,7 @@ def padded(original):
                 static.global_num_token_non_padded_cpu = tokens + more
                 static.out_cache_loc = None
                 stack.enter_context(unbroken(runner.model))
+                stack.callback(recorder._current_capture_var.reset, recorder._current_capture_var.set(_Unbroken()))
             return runner.model.forward(static.input_ids, static.positions, static)
 
     return run
