@@ -39,7 +39,8 @@ class ServingPlan:
     kv_cache_dtype: what SGLang's kv_cache_dtype is set to ("auto" keeps the model's dtype: float32).
     latent: layout of a latent row.  index_key_dtype: dtype of an index key (fp8 e4m3 or the model's).
     implementations: operator -> implementation by name.  reasons: choice -> words.  capturable: whether a decode step
-    may be recorded in a CUDA graph: none of its operators looks at values on the host.
+    may be recorded in a CUDA graph: none of its operators looks at values on the host. dense_graphs: whether a prefill
+    that runs dense may.
     """
 
     kv_cache_dtype: str
@@ -48,6 +49,7 @@ class ServingPlan:
     implementations: dict[str, str]
     reasons: dict[str, str] = field(default_factory=dict)
     capturable: bool = False
+    dense_graphs: bool = False
 
     def describe(self) -> str:
         """One line for the log: every choice with its reason."""
@@ -158,6 +160,7 @@ def plan_serving(
         {op: c.name for op, c in choices.items()},
         reasons,
         capturable=device == "cuda" and host_reader is None,
+        dense_graphs=dense_graphs(device, choices),
     )
 
 
@@ -258,6 +261,15 @@ def why_not_dense(device: str, choices: dict[str, support.Choice]) -> str | None
     if device.startswith("cuda") and choices["dense_mha"].name == "torch" != choices["sparse_mla_prefill"].name:
         return f"no dense kernel here ({choices['dense_mha'].reason})"
     return None
+
+
+def dense_graphs(device: str, choices: dict[str, support.Choice]) -> bool:
+    """Whether a CUDA graph may hold a prefill that runs dense; choices: of `operator_choices`."""
+    return device.startswith("cuda") and why_not_dense(device, choices) is None and _recordable(choices["dense_mha"])
+
+
+def _recordable(choice: support.Choice) -> bool:
+    return all(row.capturable for row in _ever_taken(choice))
 
 
 def forced_impl(operator: str) -> str | None:

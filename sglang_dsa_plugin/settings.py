@@ -122,10 +122,9 @@ SETTINGS: dict[str, Setting] = {
             "whole_prefill",
             "SGLANG_DSA_PLUGIN_WHOLE_PREFILL",
             "choice",
-            "off",
+            "on",
             ("on", "off"),
-            "on a GPU, prefill CUDA graphs without breaks for batches whose requests all fit in index_topk; on has not "
-            "run on a GPU yet",
+            "on a GPU, prefill CUDA graphs without breaks for batches whose requests all fit in index_topk",
         ),
         Setting(
             "warmup",

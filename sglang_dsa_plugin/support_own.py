@@ -166,6 +166,15 @@ _CUDA_ROWS = [
         )
         for name, layout in (("cuda_portable", "bf16_1152"), ("cuda_portable_fp8", "fp8_656"))
     ),
+    _cuda_row(
+        "latent_rows_store",
+        "latent_rows",
+        "store",
+        CLUSTER_SMS,
+        "a warp a row, run on SM 9.0; fewer than 16 rows, and what is not a plain copy, go to Triton",
+        layouts=frozenset({"bf16_1152"}),
+        first=Where(sm=frozenset({90})),
+    ),
     *(
         _cuda_row(
             operator,

@@ -130,6 +130,7 @@ _ATTENTION_ROWS = [
         dtypes=_BF16,
         package="sgl_kernel",
         takes=frozenset({"with_lse"}),
+        capturable=True,
         note="FlashAttention 3 as sgl-kernel builds it; on SM 8.x it takes no values narrower than keys",
     ),
 ]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_exec, get_parallel
 
 from sglang_dsa_plugin import plan, settings
@@ -20,6 +19,7 @@ from sglang_dsa_plugin.adapter import prefill, preload, report, state
 from sglang_dsa_plugin.adapter.cpu_threads import StepThreads
 from sglang_dsa_plugin.adapter.indexer import DsaIndexer
 from sglang_dsa_plugin.adapter.pool import DsaPool
+from sglang_dsa_plugin.adapter.prefill import write_location
 from sglang_dsa_plugin.adapter.whole_prefill import WholePrefills
 from sglang_dsa_plugin.backend import core, dense_fallback, metadata
 from sglang_dsa_plugin.cache.layouts import LATENT_DIM, ROPE_DIM
@@ -96,14 +96,13 @@ class DsaBackend(AttentionBackend):
         self._impl_keys = plan.forced_impl("mha_keys")
         self.threads = StepThreads(model_runner.model) if torch.device(self.device).type == "cpu" else None
         first_rank = get_parallel().tp_rank == 0
+        masked = prefill.masked_prefill(self.config, self.heads, self.model_dtype, torch.device(self.device))
         self.prefill = prefill.PrefillPlanner(
             self.req_to_token,
-            prefill.masked_prefill(self.config, self.heads, self.model_dtype, torch.device(self.device)),
+            masked,
             plan.why_not_dense(str(self.device), self.choices),
             report.prefill_metrics(counting_rank=first_rank and get_parallel().pp_rank == 0),
-            WholePrefills(self.config.index_topk, torch.device(self.device), self.core.impl_slots)
-            if settings.whole_prefill()
-            else None,
+            self._whole_prefills(masked.bytes_per_key()),
         )
         if torch.device(self.device).type == "cuda":
             context, requests = self.max_context_len, model_runner.req_to_token_pool.size
@@ -120,14 +119,23 @@ class DsaBackend(AttentionBackend):
         if first_rank and not model_runner.is_draft_worker:
             logger.info(report.serving_line(self, pool))
 
+    def _whole_prefills(self, bytes_per_key: int) -> WholePrefills | None:
+        """Graphs of prefills without breaks, where the setting allows them; those on expanded keys where a graph may
+        hold the dense operator.
+        """
+        if not settings.whole_prefill():
+            return None
+        dense = plan.dense_graphs(str(self.device), self.choices)
+        dense_tokens = dense_fallback.EXPANDED_BYTES // bytes_per_key if dense else 0
+        return WholePrefills(self.config.index_topk, torch.device(self.device), dense_tokens, self.core.impl_slots)
+
     def describe_prefill(self) -> str:
         """How prefill runs, and on how many of a CPU's threads decode does, in words, for the start-up line."""
         threads = "" if self.threads is None else f"; {self.threads.describe()}"
         graphs = get_exec().graph.cuda_graph_config
         captured = "" if graphs is None or graphs.prefill.backend != "breakable" else "; small batches in CUDA graphs"
-        if self.prefill.whole is not None:
-            without = "; SGLANG_DSA_PLUGIN_WHOLE_PREFILL=on does nothing without prefill graphs"
-            captured += ", without breaks where every request fits in index_topk" if captured else without
+        if self.prefill.whole is not None and captured:
+            captured += ", without breaks where every request fits in index_topk"
         return self.prefill.describe() + captured + threads
 
     # Planning
@@ -164,12 +172,17 @@ class DsaBackend(AttentionBackend):
 
     def can_run_prefill_cuda_graph(self, forward_batch: ForwardBatch) -> bool:
         """Whether SGLang may replay a prefill graph that fits: it asks once per batch. Small batches leave the GPU idle
-        between launches whichever way they attend; a larger one only goes where it would be sparse anyway.
+        between launches whichever way they attend; a larger one goes where it is dense in the graph, too, or, where no
+        such graphs are recorded, would be sparse anyway.
         """
         if forward_batch.global_num_tokens_cpu is not None:
             return True  # ranks whose collectives belong together have voted already, and must not part here
         if forward_batch.positions.shape[0] <= dense_fallback.GRAPH_TOKENS:
             return True
+        if self.prefill.whole_graph(forward_batch) != (None, None):
+            return True
+        if self.prefill.whole is not None and self.prefill.whole.dense_tokens:
+            return False  # larger graphs are there for what is dense in them
         return not self.prefill.decide(forward_batch).expanded
 
     def get_indexer_metadata(self, layer_id: int, forward_batch: ForwardBatch) -> metadata.StepMetadata | None:
@@ -279,10 +292,7 @@ class DsaBackend(AttentionBackend):
                 "(two-batch overlap drops them; pipeline stages must send them)"
             )
         if save_kv_cache:
-            location = KVWriteLoc.for_batch(forward_batch)
-            held = self.forward_metadata.store_slots
-            if held is not None:
-                location = KVWriteLoc(held, physical=location.physical)
+            location = write_location(self.forward_metadata, forward_batch)
             self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
         return self.core.sparse(
             q.view(-1, layer.tp_q_head_num, LATENT_DIM),

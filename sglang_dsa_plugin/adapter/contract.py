@@ -31,6 +31,7 @@ ASKED_FOR = (
     ("models.deepseek_common.attention_forward_methods.forward_mha", "prepare_prefill_qkv"),
     ("models.deepseek_common.attention_forward_methods.forward_mla", "self._can_fuse_bmm_into_attention("),
     (f"{_GRAPHS}_utils.breakable_cuda_graph.breakable_cuda_graph", "self._break_fns"),
+    ("model_executor.runner.prefill_cuda_graph_runner", "self.capture_num_tokens"),
     *((f"{_GRAPHS}.breakable_cuda_graph_backend", f"self.{name}[") for name in ("_graphs", "_outputs")),
     (f"{_GRAPHS}.breakable_cuda_graph_backend", "self._capture_inputs["),
 )

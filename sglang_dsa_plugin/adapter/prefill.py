@@ -72,6 +72,20 @@ class PrefillPlanner:
             allowed=padded or self.why_not_dense,
         )
 
+    def whole_graph(self, forward_batch: ForwardBatch) -> tuple[dense_fallback.Path, int] | tuple[None, None]:
+        """Path and rows of the graph without breaks that a batch may be a replay of, if there is one."""
+        if self.whole is None:
+            return None, None
+        prefix = [int(p) for p in forward_batch.extend_prefix_lens_cpu]
+        extend = [int(e) for e in forward_batch.extend_seq_lens_cpu]
+        return self.whole.choose(
+            tokens=sum(extend),
+            longest=max((p + e for p, e in zip(prefix, extend)), default=0),
+            cached=sum(prefix),
+            requests=len(extend),
+            threshold=envs.SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD.get(),
+        )
+
     def plan(self, forward_batch: ForwardBatch) -> metadata.StepMetadata:
         """The step of a batch. In a prefill CUDA graph, and where SGLang pads a batch for its collectives, the rows are
         the real ones: SGLang cuts what attention gets to them.
@@ -80,15 +94,19 @@ class PrefillPlanner:
         extend = [int(e) for e in forward_batch.extend_seq_lens_cpu]
         rows, new_tokens = forward_batch.positions.shape[0], sum(extend)
         longest = max((p + e for p, e in zip(prefix, extend)), default=0)
-        recording, whole = get_flags().dp.capturing_prefill_graph, None
+        recording = get_flags().dp.capturing_prefill_graph
         if self.whole is not None:
             self.whole.forget()
         if is_in_breakable_cuda_graph():
+            path, size = (None, None) if recording else self.whole_graph(forward_batch)
+            if self.whole is not None and size is not None and path == "whole_dense":
+                self.metrics.count(dense_fallback.WHOLE_DENSE, new_tokens)
+                return self.whole.fill_requests(
+                    forward_batch.extend_seq_lens, forward_batch.out_cache_loc[:new_tokens], size
+                )
             rows, decision = new_tokens, dense_fallback.IN_GRAPH
-            if self.whole is not None and not recording:
-                whole = self.whole.size_for(new_tokens, longest)
-            if whole is not None:
-                rows, decision = whole, dense_fallback.WHOLE_GRAPH
+            if size is not None:
+                rows, decision = size, dense_fallback.WHOLE_GRAPH
         else:
             decision = self.decide(forward_batch)
             real = forward_batch.global_num_token_non_padded_cpu
@@ -105,11 +123,11 @@ class PrefillPlanner:
             cached_tokens=sum(prefix),
         )
         if not recording:  # else SGLang's own batches of nothing, one or more a graph
-            self.metrics.count(decision, rows if whole is None else new_tokens)
+            self.metrics.count(decision, rows if decision is not dense_fallback.WHOLE_GRAPH else new_tokens)
         logger.debug("prefill of %d rows: %s (%s)", rows, decision.path, decision.reason)
-        if self.whole is None or whole is None:
+        if self.whole is None or decision is not dense_fallback.WHOLE_GRAPH:
             return step
-        return self.whole.fill(step, forward_batch.out_cache_loc[:new_tokens])
+        return self.whole.fill_rows(step, forward_batch.out_cache_loc[:new_tokens])
 
 
 def masked_prefill(config: DsaConfig, heads: int, dtype: torch.dtype, device: torch.device) -> MaskedPrefill:
@@ -135,6 +153,12 @@ def masked_prefill(config: DsaConfig, heads: int, dtype: torch.dtype, device: to
     )
 
 
+def write_location(step: metadata.StepMetadata, forward_batch: ForwardBatch) -> KVWriteLoc:
+    """Where the batch's new rows go: held slots in a graph of a whole prefill."""
+    location = KVWriteLoc.for_batch(forward_batch)
+    return location if step.store_slots is None else KVWriteLoc(step.store_slots, physical=location.physical)
+
+
 def expanded_qkv(
     pool: DsaPool,
     step: metadata.StepMetadata,
@@ -158,9 +182,10 @@ def expanded_qkv(
         q_pe, k_pe = layer.rotary_emb(positions, q_pe, k_pe)
         q[..., layer.qk_nope_head_dim :] = q_pe
     latent, rope = kv_a.reshape(-1, LATENT_DIM), k_pe.reshape(-1, ROPE_DIM)
-    pool.set_mla_kv_buffer(layer.attn_mha, KVWriteLoc.for_batch(forward_batch), latent, rope)
+    pool.set_mla_kv_buffer(layer.attn_mha, write_location(step, forward_batch), latent, rope)
     if step.key_slots is not None or pool.layout.dtype != q.dtype:
-        slots = forward_batch.out_cache_loc if step.key_slots is None else step.key_slots
+        new = forward_batch.out_cache_loc if step.store_slots is None else step.store_slots
+        slots = new if step.key_slots is None else step.key_slots
         stored = pool.get_mla_kv_buffer(layer.attn_mha, slots, q.dtype)
         latent, rope = (part.squeeze(1) for part in stored)
     expanded = layer.kv_b_proj(latent.contiguous())[0]

@@ -1,10 +1,10 @@
 """Prefill graphs without a break, for batches in which every request fits in index_topk.
 
 SGLang's prefill graphs stop twice a layer for what follows the batch: index keys and picks, and attention. With short
-prompts the GPU waits there for the host. Where all tokens are picked the work is the same for every batch, on rows that
-lie in held memory (backend/held_step.py), and can be recorded with the rest. SGLang's runner knows nothing of it:
-hooks/whole_prefill.py records a second graph for each size, and replays it in place of the first when the batch that
-was planned last allows it.
+prompts the GPU waits there for the host. Where all tokens are picked the work is the same for every batch, on what lies
+in held memory (backend/held_step.py), and can be recorded with the rest: dense where nothing is cached, sparse on all
+tokens else. SGLang's runner knows nothing of it: hooks/whole_prefill.py records these graphs behind its own of the same
+size, and replays one in its place when the batch that was planned last allows it.
 """
 
 from __future__ import annotations
@@ -16,63 +16,102 @@ from typing import Any
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from sglang_dsa_plugin.backend import dense_fallback
-from sglang_dsa_plugin.backend.held_step import HeldRows
+from sglang_dsa_plugin.backend.dense_fallback import DENSE_GRAPH_SIZES, GRAPH_TOKENS, Path
+from sglang_dsa_plugin.backend.held_step import HeldRequests, HeldRows
 from sglang_dsa_plugin.backend.metadata import StepMetadata
 
+# Of a batch on expanded keys. A batch of more is made of shorter prompts than this is for.
+REQUESTS = 64
 # DeepSeek's attention asks itself whether its product belongs to attention's break.
 FUSES = "_can_fuse_bmm_into_attention"
 
 
 class WholePrefills:
-    """Which sizes have such a graph, and what the next replay reads. topk: the longest request. impl_slots: of
-    positions_to_slots, by name. broken: this model breaks for more than attention and picks (experts that go to other
-    ranks), so it has none.
+    """Which sizes have such graphs, and what the next replay reads. topk: the longest request. dense_tokens: most rows
+    on expanded keys, 0 where there are no dense graphs. impl_slots: of positions_to_slots, by name. broken: this model
+    breaks for more than attention and picks (experts that go to other ranks), so it has none. seconds, reserved: what
+    recording them took, and bytes.
     """
 
-    def __init__(self, topk: int, device: torch.device, impl_slots: str | None = None) -> None:
+    def __init__(self, topk: int, device: torch.device, dense_tokens: int = 0, impl_slots: str | None = None) -> None:
         self.topk = topk
         self.device = device
+        self.dense_tokens = dense_tokens
         self.impl_slots = impl_slots
-        self.sizes: list[int] = []
+        self.sizes: dict[Path, list[int]] = {"whole_dense": [], "whole": []}
         self.broken = False
-        self._held: HeldRows | None = None
-        self._next: int | None = None
+        self.seconds, self.reserved = 0.0, 0
+        self._rows: HeldRows | None = None
+        self._requests: HeldRequests | None = None
+        self._next: tuple[Path, int] | None = None
 
-    @property
-    def held(self) -> HeldRows:
-        """The memory, made before the first recording: inside of one it would be the graph's."""
-        if self._held is None:
-            self._held = HeldRows.make(dense_fallback.GRAPH_TOKENS, self.topk, self.device)
-        return self._held
+    def paths_for(self, size: int) -> tuple[Path, ...]:
+        """What a graph of so many rows may be recorded as."""
+        dense: tuple[Path, ...] = ("whole_dense",) if size <= self.dense_tokens else ()
+        return (*dense, "whole") if size <= GRAPH_TOKENS else dense
 
-    def size_for(self, tokens: int, longest: int) -> int | None:
-        """Rows of the graph for a batch of so many new tokens whose longest request has `longest`, cached ones
-        included; None where there is none.
+    def held(self, path: Path, size: int) -> StepMetadata:
+        """The held step of a graph. Memory is made with the first and largest: inside of a recording it would be the
+        graph's.
         """
-        if longest > self.topk:
-            return None
-        return min((size for size in self.sizes if size >= tokens), default=None)
+        if path == "whole":
+            if self._rows is None:
+                self._rows = HeldRows.make(GRAPH_TOKENS, self.topk, self.device)
+            return self._rows.step(size)
+        if self._requests is None:
+            self._requests = HeldRequests.make(max(size, DENSE_GRAPH_SIZES[-1]), REQUESTS, self.device)
+        return self._requests.step(size)
 
-    def fill(self, step: StepMetadata, store_slots: torch.Tensor) -> StepMetadata:
-        """Have the next replay read `step`, of a size from `size_for`; the held step."""
-        self.held.fill(step, store_slots, self.impl_slots)
-        self._next = step.rows
-        return self.held.step(step.rows)
+    def choose(
+        self, tokens: int, longest: int, cached: int, requests: int, threshold: int
+    ) -> tuple[Path, int] | tuple[None, None]:
+        """Path and rows of the graph for a batch: so many new tokens, those of the longest request (cached ones
+        included), cached tokens, requests. threshold: longest request that runs dense. (None, None): there is none.
+        """
+        dense = cached == 0 and longest <= threshold and requests <= REQUESTS
+        for path, sizes in self.sizes.items():
+            size = min((size for size in sizes if size >= tokens), default=None)
+            if size is not None and (dense if path == "whole_dense" else longest <= self.topk):
+                return path, size
+        return None, None
+
+    def fill_rows(self, step: StepMetadata, store_slots: torch.Tensor) -> StepMetadata:
+        """Have the next replay read `step`, of a size that was chosen for path "whole"; the held step."""
+        held = self.held("whole", step.rows)
+        assert self._rows is not None
+        self._rows.fill(step, store_slots, self.impl_slots)
+        self._next = "whole", step.rows
+        return held
+
+    def fill_requests(self, new_tokens: torch.Tensor, store_slots: torch.Tensor, size: int) -> StepMetadata:
+        """The same for path "whole_dense": new_tokens [requests], and where all of them go."""
+        held = self.held("whole_dense", size)
+        assert self._requests is not None
+        self._requests.fill(new_tokens, store_slots, size)
+        self._next = "whole_dense", size
+        return held
+
+    def describe(self) -> str:
+        """How many there are and what they cost, in words."""
+        dense, sparse = (len(self.sizes[path]) for path in ("whole_dense", "whole"))
+        return (
+            f"prefill graphs without breaks: {dense} dense, {sparse} sparse; recorded in {self.seconds:.1f} s, "
+            f"{self.reserved / 2**20:.0f} MiB"
+        )
 
     def forget(self) -> None:
         """The next replay is an ordinary one."""
         self._next = None
 
-    def take(self) -> int | None:
-        """Rows of the batch that was filled in and not replayed yet, once; None where the last one was ordinary."""
-        size, self._next = self._next, None
-        return size
+    def take(self) -> tuple[Path, int] | None:
+        """Path and rows of the batch that was filled in and not replayed yet, once; None if the last was ordinary."""
+        planned, self._next = self._next, None
+        return planned
 
     @contextlib.contextmanager
-    def recording(self, backend: Any, model: torch.nn.Module, size: int) -> Iterator[None]:
-        """What runs within runs on held rows, and neither picks nor attention break."""
-        before, backend.forward_metadata = backend.forward_metadata, self.held.step(size)
+    def recording(self, backend: Any, model: torch.nn.Module, path: Path, size: int) -> Iterator[None]:
+        """What runs within runs on held memory, and neither picks nor attention break."""
+        before, backend.forward_metadata = backend.forward_metadata, self.held(path, size)
         try:
             with unbroken(model):
                 yield

@@ -79,7 +79,7 @@ class AttentionCore:
             raise RuntimeError(
                 f"attention on expanded keys was called on a batch that was planned sparse ({step.decision.reason})"
             )
-        if step.decision.path == "dense":
+        if step.decision.path != "masked":
             out, _ = dense_mha.dense_mha(
                 q, k, v, step.cu_queries, step.cu_keys, scale, impl=self.impl_dense, with_lse=False
             )

@@ -6,7 +6,8 @@
 - sparse: absorbed attention over the picked rows of the cache;
 - graph: the same, run between the segments of a prefill CUDA graph, which holds the rest of the model. A graph keeps
   one way of attending, and this is the one that fits every length;
-- whole: sparse on all tokens, recorded in a graph with the rest of the model (held_step.py).
+- whole: sparse on all tokens, recorded in a graph with the rest of the model (held_step.py);
+- whole_dense: dense, recorded in the same way, for batches without a cached token.
 
 One `Decision` is made per batch; the planner that chooses the model's forward method and the executor that runs it read
 that object and nothing else: two decisions could differ.
@@ -20,7 +21,7 @@ from typing import Literal
 
 from sglang_dsa_plugin.backend.masked_prefill import MaskedPrefill
 
-Path = Literal["dense", "masked", "sparse", "graph", "whole"]
+Path = Literal["dense", "masked", "sparse", "graph", "whole", "whole_dense"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Decision:
     @property
     def expanded(self) -> bool:
         """Whether the model hands in expanded keys and values instead of absorbed queries."""
-        return self.path in ("dense", "masked")
+        return self.path in ("dense", "masked", "whole_dense")
 
 
 SPARSE_DECODE = Decision("sparse", "decode is always sparse")
@@ -45,6 +46,10 @@ GRAPH_SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1
 GRAPH_TOKENS = GRAPH_SIZES[-1]
 IN_GRAPH = Decision("graph", "the prefill is a replay of a CUDA graph")
 WHOLE_GRAPH = Decision("whole", "the prefill is a replay of a CUDA graph, and every request fits in index_topk")
+# Where a batch is dense the whole forward is in the graph, and the host, which takes 22 to 45 ms to launch it, has
+# nothing to do. These are for several prompts at once, up to SGLang's chunk.
+DENSE_GRAPH_SIZES = (2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192)
+WHOLE_DENSE = Decision("whole_dense", "the prefill is a replay of a CUDA graph, and every request is new and short")
 # Expanded keys and values of one layer alive at once on the dense path: 37,000 keys of 128 heads, where a chunk of new
 # tokens has 8192 or 16384. Prefixes that many requests share are read from the cache for each of them.
 EXPANDED_BYTES = 4 << 30

@@ -2,7 +2,8 @@
 
 Such a graph has no Python between its kernels, so nothing in it may follow the batch but what lies in this memory. It
 serves batches in which no row sees more than k tokens: all of them are picked, nothing is scored, and rows, picks and
-slots are the same in every layer.
+slots are the same in every layer (`HeldRows`). Where besides nothing is cached, it may attend on expanded keys and
+values, of which only the borders between the requests follow the batch (`HeldRequests`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_dsa_plugin.backend.dense_fallback import WHOLE_GRAPH
+from sglang_dsa_plugin.backend.dense_fallback import WHOLE_DENSE, WHOLE_GRAPH
 from sglang_dsa_plugin.backend.metadata import StepMetadata
 
 
@@ -59,7 +60,7 @@ class HeldRows:
 
         Padding is stored in slot 0, which belongs to no request. Raises ValueError for a longer row.
         """
-        rows, real = step.rows, store_slots.shape[0]
+        rows = step.rows
         picks = step.every_token(self.picks.shape[1])
         if picks is None:
             raise ValueError(f"a whole prefill graph takes rows of at most {self.picks.shape[1]} tokens")
@@ -68,5 +69,59 @@ class HeldRows:
         self.picks[:rows].copy_(picks)
         self.slots[:rows, : slots.shape[1]].copy_(slots)
         self.slots[:rows, slots.shape[1] :].fill_(-1)
-        self.store_slots[:real].copy_(store_slots)
-        self.store_slots[real:rows].zero_()
+        _keep_slots(self.store_slots[:rows], store_slots)
+
+
+@dataclass(frozen=True)
+class HeldRequests:
+    """Memory for R rows of up to B requests without cached tokens: borders int32 [B+2], the first row of each request
+    and of the padding, and the end; store_slots int64 [R] as in `HeldRows`.
+    """
+
+    borders: torch.Tensor
+    store_slots: torch.Tensor
+
+    @classmethod
+    def make(cls, rows: int, requests: int, device: torch.device) -> HeldRequests:
+        """Rows that are all padding, as far as they go."""
+        return cls(
+            borders=torch.zeros(requests + 2, dtype=torch.int32, device=device),
+            store_slots=torch.zeros(rows, dtype=torch.int64, device=device),
+        )
+
+    def step(self, rows: int) -> StepMetadata:
+        """The first `rows` rows as a step."""
+        nothing = torch.zeros(1, 1, dtype=torch.int32, device=self.borders.device)
+        each = nothing.expand(1, rows).squeeze(0)
+        return StepMetadata(
+            lengths=each,
+            row_to_request=each,
+            page_table=nothing,
+            decision=WHOLE_DENSE,
+            max_length=rows,
+            cu_queries=self.borders,
+            cu_keys=self.borders,
+            captured=True,
+            store_slots=self.store_slots[:rows],
+        )
+
+    def fill(self, new_tokens: torch.Tensor, store_slots: torch.Tensor, rows: int) -> None:
+        """Take over a batch of new_tokens [requests] tokens at store_slots [their sum], of a graph of `rows` rows.
+
+        Padding is a request of its own, so that its rows are numbers, too; its tokens go to slot 0. Raises ValueError
+        for more requests or rows than there is memory for.
+        """
+        requests, most = new_tokens.shape[0], self.borders.shape[0] - 2
+        if requests > most or not store_slots.shape[0] <= rows <= self.store_slots.shape[0]:
+            raise ValueError(
+                f"a whole dense prefill graph takes up to {most} requests and {self.store_slots.shape[0]} rows"
+            )
+        self.borders[1 : requests + 1].copy_(torch.cumsum(new_tokens, 0))
+        self.borders[requests + 1 :].fill_(rows)
+        _keep_slots(self.store_slots[:rows], store_slots)
+
+
+def _keep_slots(held: torch.Tensor, slots: torch.Tensor) -> None:
+    """slots [real rows] into held [rows]; padding goes to slot 0."""
+    held[: slots.shape[0]].copy_(slots)
+    held[slots.shape[0] :].zero_()

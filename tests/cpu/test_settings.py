@@ -37,7 +37,7 @@ def test_every_setting_has_a_reader():
         ("impl", None),
         ("latent_layout", "auto"),
         ("masked_prefill", "auto"),
-        ("whole_prefill", False),
+        ("whole_prefill", True),
         ("warmup", "auto"),
         ("decode_threads", None),
     ],

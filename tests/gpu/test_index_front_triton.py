@@ -200,6 +200,27 @@ def test_latent_rows(layout, dtype, rows):
     assert torch.equal(got.cpu(), pool)
 
 
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("rows", "width"), [(1, 576), (15, 576), (16, 576), (17, 576), (301, 584), (8192, 576), (64, 580)]
+)
+def test_latent_rows_in_cuda(index, rows, width):
+    """Whole units are copied; of rows of 580 values there are none, and Triton stores them."""
+    g = data.generator()
+    both = torch.randn(rows, 2112, generator=g).bfloat16()
+    slots = torch.randperm(9000, generator=g)[:rows].to(index)
+    slots[2::6] = -1
+    pool = torch.full((9000, width), 7.0).bfloat16()
+    got = pool.cuda()
+    args = (both[:, 1536:2048], both[:, 2048:], "bf16_1152")
+    beyond = slots.clone()
+    beyond[5::7] = 9000
+    latent_rows.store(got[:, :576], beyond.cuda(), *on_gpu(args), impl="cuda")
+    slots[5::7] = -1
+    latent_rows.reference_store(pool[:, :576], slots, *args)
+    assert torch.equal(got.cpu(), pool)
+
+
 @pytest.mark.usefixtures("rounding")
 def test_every_e4m3_code_its_borders_and_what_is_no_number():
     latent = data.e4m3_borders()

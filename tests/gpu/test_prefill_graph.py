@@ -23,15 +23,20 @@ ARGS += ("--cuda-graph-bs-prefill", *map(str, GRAPHS))
 SHAPES = [("deepseek_v32", 16, "bf16"), ("glm_moe_dsa", 64, "fp8_e4m3")]
 
 
-def spec(arch, heads, kv, whole=False):
+# By form: what is set, and the path of a new prompt of up to k tokens, and of one that follows a cached prefix.
+OFF = (("SGLANG_DSA_PLUGIN_WHOLE_PREFILL", "off"),)
+NO_DENSE = (("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "0"),)
+FORMS = {"": (OFF, "graph", "graph"), "-whole": ((), "whole_dense", "whole"), "-sparse": (NO_DENSE, "whole", "whole")}
+
+
+def spec(arch, heads, kv, form=""):
     model = ModelSpec.of(arch, dtype="bfloat16", heads=heads, index_topk=K, layers=3, dense_layers=3, max_position=8192)
-    name, env = f"prefill-graph-{arch[:3]}-{heads}-{kv}", ()
-    if whole:
-        name, env = f"{name}-whole", (("SGLANG_DSA_PLUGIN_WHOLE_PREFILL", "on"),)
-    return ServerSpec(name, model, (*ARGS, "--kv-cache-dtype", kv), env)
+    return ServerSpec(
+        f"prefill-graph-{arch[:3]}-{heads}-{kv}{form}", model, (*ARGS, "--kv-cache-dtype", kv), FORMS[form][0]
+    )
 
 
-SPECS = [spec(*shape, whole) for whole in (False, True) for shape in SHAPES]
+SPECS = [spec(*shape, form) for form in FORMS for shape in SHAPES]
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("server", SPECS, indirect=True)]
 
 
@@ -52,9 +57,10 @@ def first_and_path(server, prompts):  # noqa: F811
     return answer.rows, {path for path in after if after[path] > before[path]}
 
 
-def in_graph(server, longest):  # noqa: F811
-    """The path of a batch in a graph whose longest prompt has so many tokens."""
-    return {"whole"} if server.spec.name.endswith("-whole") and longest <= K else {"graph"}
+def in_graph(server, longest, cached=False):  # noqa: F811
+    """The path of a batch in a graph whose longest prompt has so many tokens; cached: some of them were there."""
+    form = next((form for form in FORMS if form and server.spec.name.endswith(form)), "")
+    return {FORMS[form][1 + cached]} if longest <= K else {"graph"}
 
 
 def bound(server, lengths):  # noqa: F811
@@ -119,6 +125,17 @@ def test_a_cached_prefix_and_several_prompts_in_one_graph(server, record_testsui
     after = server.prefills()
     assert {path for path in after if after[path] > before[path]} == in_graph(server, 200)
     apart = max(float(differences(a, b.rows)[0].max()) for a, b in zip(alone, together, strict=True))
+    # 128 tokens are cached, and 100 more follow: all of them within k.
+    near = random_prompt(228, seed=98)
+    new, _ = first_and_path(server, [near])
+    server.flush()
+    server.generate([near[:130]])
+    before = server.prefills()
+    rest = server.generate([near], start=128)[0]
+    after = server.prefills()
+    assert rest.meta["cached_tokens"] == 128
+    assert {path for path in after if after[path] > before[path]} == in_graph(server, 228, cached=True)
+    apart = max(apart, float((new[rest.first - 1 :] - rest.rows).abs().max()))
     # 320 tokens of another prompt are cached, and 150 more follow.
     text = random_prompt(470, seed=99)
     whole, _ = first_and_path(server, [text])
@@ -130,7 +147,7 @@ def test_a_cached_prefix_and_several_prompts_in_one_graph(server, record_testsui
     assert len(later) == len(rest.rows)
     # All of them lie past k.
     far = (later - rest.rows).abs().amax(1)
-    allowed, allowed_far = bound(server, (40, 130, 200)), bound_past_k(server, [text])
+    allowed, allowed_far = bound(server, (40, 130, 200, 228)), bound_past_k(server, [text])
     record_testsuite_property(
         f"{server.spec.name} together",
         f"{apart:.3g} of {allowed:.3g}, behind a cached prefix {float(far.max()):.3g} of {allowed_far:.3g}",

@@ -2,6 +2,7 @@
 
 import pytest
 
+from sglang_dsa_plugin.adapter.whole_prefill import REQUESTS
 from sglang_dsa_plugin.backend import dense_fallback
 from tests.server import load
 from tests.server.conftest import server, slot  # noqa: F401
@@ -34,15 +35,21 @@ def test_two_hundred_requests(server):  # noqa: F811
     mixed = load.requests(200, LONGEST)
     load.check(server, mixed, load.run(server, mixed, 16))
     paths = server.prefills()
-    # Below 2048 tokens in a prefill graph, above outside; dense only where several short prompts make a large batch.
-    assert paths["graph"] and paths["sparse"] and not paths["masked"], paths
+    # Below 2048 tokens in a prefill graph, without breaks where all are short; above outside, unless all are new, too.
+    assert paths["graph"] and paths["whole_dense"] and paths["sparse"] and not paths["masked"], paths
 
 
 def test_short_prompts_together_attend_on_expanded_keys(server):  # noqa: F811
-    """Too many tokens for a prefill graph, and no prompt past k."""
-    k, before = dict(server.spec.model.options)["index_topk"], server.prefills()["dense"]
+    """More tokens than a sparse prefill graph has, and no prompt past k: in a dense graph, or, of more requests than
+    that takes, outside.
+    """
+    k = dict(server.spec.model.options)["index_topk"]
     # The first may run alone.
-    together = 1 + -(-2 * dense_fallback.GRAPH_TOKENS // k)
-    answers = server.generate([random_prompt(k - 8, seed=i) for i in range(together)], new=2)
-    assert server.prefills()["dense"] > before
-    assert all(answer.rows.isfinite().all() for answer in answers)
+    few, many = 1 + -(-2 * dense_fallback.GRAPH_TOKENS // k), 2 * REQUESTS + 2
+    for prompts, length, path in ((few, k - 8, "whole_dense"), (many, 60, "dense")):
+        server.flush()
+        before = server.prefills()
+        answers = server.generate([random_prompt(length, seed=i) for i in range(prompts)], new=2)
+        after = server.prefills()
+        assert after[path] > before[path], (path, before, after)
+        assert all(answer.rows.isfinite().all() for answer in answers)

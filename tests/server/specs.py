@@ -29,8 +29,10 @@ FORMS = {
     "tp2": (TP2, ()),
     "pp2": (("--pp-size", "2"), ()),
     "masked": ((), (("SGLANG_DSA_PLUGIN_MASKED_PREFILL", "on"),)),
-    "graph": ((), (("PYTHONPATH", GRAPH_PROBE),)),
-    "whole": ((), (("SGLANG_DSA_PLUGIN_WHOLE_PREFILL", "on"), ("PYTHONPATH", GRAPH_PROBE))),
+    "graph": ((), (("SGLANG_DSA_PLUGIN_WHOLE_PREFILL", "off"), ("PYTHONPATH", GRAPH_PROBE))),
+    "whole": ((), (("PYTHONPATH", GRAPH_PROBE),)),
+    # The same for those who want no dense prefill.
+    "wholesparse": ((), (("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "0"), ("PYTHONPATH", GRAPH_PROBE))),
 }
 
 

@@ -12,11 +12,13 @@ from tests.server.specs import FORMS, MODELS, PLAIN, exact
 K = 64
 # A pairwise choice for the default run; all combinations under --full.
 DEFAULT = [exact("v32", "plain"), exact("yarn", "chunked+retracting"), exact("glm", "pp2"), exact("yarn", "tp2")]
-DEFAULT += [exact("glm", "masked"), exact("glm", "whole")]
+DEFAULT += [exact("glm", "masked"), exact("glm", "whole"), exact("v32", "wholesparse")]
 OTHERS = [spec for model in MODELS for form in FORMS if (spec := exact(model, form)) not in DEFAULT]
 SERVERS = DEFAULT + [pytest.param(spec, marks=pytest.mark.full) for spec in OTHERS]
 WIDE = [exact(model, form, 2048) for model in MODELS for form in FORMS]
 WIDE = WIDE[:1] + [pytest.param(spec, marks=pytest.mark.full) for spec in WIDE[1:]]
+# The path of a new prompt that fits in index_topk, in the forms that run prefills as in a graph.
+GRAPHS = {"graph": "graph", "whole": "whole_dense", "wholesparse": "whole"}
 pytestmark = pytest.mark.server
 
 
@@ -41,13 +43,10 @@ def test_prompts(server, assert_equal):
     # However many ranks there are, a batch is counted once.
     chunk = 128 if "--chunked-prefill-size" in server.spec.args else max(LENGTHS)
     after = server.prefills()
-    if server.spec.name.endswith(("-graph", "-whole")):
-        whole = sum(n <= K for n in LENGTHS) if server.spec.name.endswith("-whole") else 0
-        assert {path: after[path] - before[path] for path in after} == {
-            **dict.fromkeys(after, 0),
-            "graph": len(LENGTHS) - whole,
-            "whole": whole,
-        }
+    if (short := GRAPHS.get(server.spec.name.rpartition("-")[2])) is not None:
+        counted = dict.fromkeys(after, 0) | {"graph": sum(n > K for n in LENGTHS)}
+        counted[short] += sum(n <= K for n in LENGTHS)
+        assert {path: after[path] - before[path] for path in after} == counted
         assert_equal(answers)
         return
     assert after["dense"] - before["dense"] == sum(n <= K for n in LENGTHS)
@@ -120,7 +119,9 @@ def test_wide(server, assert_equal):
     answers = [server.generate([text[:330]], start=192)[0]]
     assert answers[0].meta["cached_tokens"] == 192
     after = server.prefills()
-    short = "whole" if "whole" in server.spec.name else "graph" if "graph" in server.spec.name else "dense"
+    # Something is cached, which no dense graph has a place for.
+    forms = {"whole": "whole", "wholesparse": "whole", "graph": "graph"}
+    short = forms.get(server.spec.name.split("-")[1], "dense")
     assert {path: after[path] - before[path] for path in after} == dict.fromkeys(after, 0) | {
         short: -(-138 // 128) if "chunked" in server.spec.name else 1
     }

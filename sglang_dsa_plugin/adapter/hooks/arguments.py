@@ -227,7 +227,8 @@ def _captured_phases(server_args: Any, serving: plan.ServingPlan) -> Any:
 
     Decode is captured where every operator runs without a look at values on the host. Prefill may use SGLang's
     breakable graphs, whose segments hold everything but the indexer and attention; those of GRAPH_SIZES unless the user
-    names others. A float32 model has operators in torch that no graph can hold.
+    names others, and of DENSE_GRAPH_SIZES where graphs without breaks may be dense. A float32 model has operators in
+    torch that no graph can hold.
 
     Raises plan.Refusal where the user asks for prefill graphs of another kind.
     """
@@ -260,7 +261,10 @@ def _captured_phases(server_args: Any, serving: plan.ServingPlan) -> Any:
     largest = most if most > 0 else dense_fallback.GRAPH_TOKENS
     larger = [tokens for tokens in graphs.prefill.bs if dense_fallback.GRAPH_TOKENS < tokens < largest]
     if (Phase.PREFILL, "max_bs") not in given:
-        largest, larger = min(largest, dense_fallback.GRAPH_TOKENS), []
+        dense = serving.dense_graphs and settings.whole_prefill()
+        larger = list(dense_fallback.DENSE_GRAPH_SIZES) if dense else []
+        largest = min(largest, *larger[-1:] or [dense_fallback.GRAPH_TOKENS])
+        larger = [tokens for tokens in larger if tokens < largest]
     # SGLang records DeepEP's collectives for multiples of 8 tokens only, and has seen to that before.
     unit = 8 if config.moe_a2a_backend == "deepep" else 1
     largest = max(unit, largest - largest % unit)

@@ -14,7 +14,7 @@ from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
 from sglang_dsa_plugin.kernels.triton import index_tables
 from sglang_dsa_plugin.support_row import unusable
 
-from . import program, select, sparse_mla, sparse_mla_portable, tables
+from . import latent_rows, program, select, sparse_mla, sparse_mla_portable, tables
 
 _AT_A_TIME = 8
 
@@ -26,7 +26,7 @@ def server_forms(
 ) -> list[Form]:
     """The forms that steps of a server take on this GPU: selection of k from up to `columns` scores (0: none) with
     positions and slots written, and sparse attention on rows of `layout` (None: none). portable: (layout, heads,
-    fewest rows) where the kernel for GPUs without a vendor's is taken.
+    fewest rows) where the kernel for GPUs without a vendor's is taken. Rows of bf16 are stored at slots of 64 bits.
     """
     shapes = tables.select_shapes(gpu, columns, k, PAGE_SIZE)
     forms: list[Form] = [select.form(shape, select.BOTH, PAGE_SIZE) for shape in shapes]
@@ -38,6 +38,8 @@ def server_forms(
                 one = (form.source, form.name, macros, form.shared_bytes)
                 if one not in forms:
                     forms.append(one)
+    if layout == "bf16_1152" and gpu.sm is not None and gpu.sm >= 90:
+        forms.append((latent_rows.SOURCE, latent_rows.NAME, latent_rows.defines(wide_slots=True), 0))
     if portable is not None:
         rows_layout, heads, fewest = portable
         for plan in sparse_mla_portable.forms(gpu, rows_layout, fewest, heads, k):

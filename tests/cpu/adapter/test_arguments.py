@@ -17,7 +17,7 @@ from sglang_dsa_plugin import plan, support
 from sglang_dsa_plugin.adapter import selfcheck
 from sglang_dsa_plugin.adapter.hooks import arguments, last_check
 from sglang_dsa_plugin.adapter.hooks.arguments import BACKEND_FIELDS, NOT_SERVED, refuse_flags
-from sglang_dsa_plugin.backend.dense_fallback import GRAPH_SIZES
+from sglang_dsa_plugin.backend.dense_fallback import DENSE_GRAPH_SIZES, GRAPH_SIZES
 from sglang_dsa_plugin.config import UnsupportedModel
 from sglang_dsa_plugin.config_rope import YarnScaling
 from sglang_dsa_plugin.kernel_flags import KernelFlags
@@ -235,14 +235,14 @@ def test_both_phases_are_ours_or_neither(monkeypatch, prefill, decode, dsa, refu
 def captured(monkeypatch):
     """Backend of the prefill graphs on a GPU, of a server that was told `backend`, and the graphs' tokens."""
 
-    def ask(backend, dtype=torch.bfloat16, pp_size=1, most=8192, cuda=True, more=(), a2a="none"):
+    def ask(backend, dtype=torch.bfloat16, pp_size=1, most=8192, cuda=True, more=(), a2a="none", dense=False):
         graphs = with_phase(CudaGraphConfig(), Phase.PREFILL, backend=backend, bs=[4, 8192], max_bs=most)
         view = types.SimpleNamespace(cuda_graph_config=graphs, pp_size=pp_size, moe_a2a_backend=a2a)
         monkeypatch.setattr(arguments, "resolving_view", lambda _: view)
         monkeypatch.setattr(arguments, "model_config_of", lambda _: types.SimpleNamespace(dtype=dtype))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
         server = types.SimpleNamespace(_cuda_graph_config_locked={(Phase.PREFILL, name) for name in ("backend", *more)})
-        found = arguments._captured_phases(server, types.SimpleNamespace(capturable=True)).prefill
+        found = arguments._captured_phases(server, types.SimpleNamespace(capturable=True, dense_graphs=dense)).prefill
         return found.backend, found.bs
 
     return ask
@@ -259,6 +259,17 @@ def test_prefill_graphs_are_breakable_or_none(captured):
     # Collectives of DeepEP are recorded for multiples of 8 only.
     assert captured("breakable", a2a="deepep")[1] == list(GRAPH_SIZES[1:])
     assert captured("breakable", a2a="deepep", most=1001)[1][-2:] == [768, 1000]
+
+
+def test_larger_prefill_graphs_are_for_those_that_may_be_dense(captured, monkeypatch):
+    every = [*GRAPH_SIZES, *DENSE_GRAPH_SIZES]
+    assert captured("breakable", dense=True)[1] == captured("breakable", dense=True, most=16384)[1] == every
+    assert captured("breakable", dense=True, most=4096)[1] == [n for n in every if n <= 4096]
+    assert captured("breakable", dense=True, most=5000)[1] == [n for n in every if n < 5000] + [5000]
+    assert captured("breakable", dense=True, most=1000)[1] == [n for n in GRAPH_SIZES if n < 1000] + [1000]
+    assert captured("breakable", dense=True, more=["bs"])[1] == [4, 8192]
+    monkeypatch.setenv("SGLANG_DSA_PLUGIN_WHOLE_PREFILL", "off")
+    assert captured("breakable", dense=True)[1] == list(GRAPH_SIZES)
 
 
 @pytest.mark.parametrize("cuda", [True, False])

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sglang_dsa_plugin.backend import metadata
-from sglang_dsa_plugin.backend.dense_fallback import WHOLE_GRAPH
-from sglang_dsa_plugin.backend.held_step import HeldRows
+from sglang_dsa_plugin.backend.dense_fallback import WHOLE_DENSE, WHOLE_GRAPH
+from sglang_dsa_plugin.backend.held_step import HeldRequests, HeldRows
 
 K, ROWS = 70, 12
 # Three requests of up to 128 tokens in pages of 64, the second page of each far from its first.
@@ -59,3 +59,21 @@ def test_a_row_that_does_not_keep_every_token_is_refused():
     step, slots = planned([64], [7], 8)
     with pytest.raises(ValueError, match="at most 70 tokens"):
         held.fill(step, slots)
+
+
+def test_requests_and_their_padding_read_what_was_filled_in_last():
+    held = HeldRequests.make(ROWS, 3, torch.device("cpu"))
+    recorded = held.step(10)
+    assert recorded.rows == 10 and recorded.decision is WHOLE_DENSE and recorded.decision.expanded
+    for extend, borders in (([4, 1, 2], [0, 4, 5, 7, 10]), ([10], [0, 10, 10, 10, 10]), ([1, 3], [0, 1, 4, 10, 10])):
+        slots = torch.arange(64, 64 + sum(extend))
+        held.fill(torch.tensor(extend), slots, 10)
+        assert recorded.cu_queries.tolist() == recorded.cu_keys.tolist() == borders
+        assert recorded.store_slots.tolist() == slots.tolist() + [0] * (10 - sum(extend))
+
+
+@pytest.mark.parametrize(("extend", "rows"), [([1, 1, 1, 1], 8), ([9], 8), ([3], ROWS + 1)])
+def test_more_requests_or_rows_than_there_is_memory_for_are_refused(extend, rows):
+    held = HeldRequests.make(ROWS, 3, torch.device("cpu"))
+    with pytest.raises(ValueError, match="up to 3 requests and 12 rows"):
+        held.fill(torch.tensor(extend), torch.arange(sum(extend)), rows)

@@ -6,7 +6,15 @@ import threading
 import pytest
 import torch
 
-from sglang_dsa_plugin.kernels.cuda import prepare, program, select, sparse_mla, sparse_mla_portable, tables
+from sglang_dsa_plugin.kernels.cuda import (
+    latent_rows,
+    prepare,
+    program,
+    select,
+    sparse_mla,
+    sparse_mla_portable,
+    tables,
+)
 from sglang_dsa_plugin.kernels.triton import index_tables
 
 H200 = index_tables.Gpu("cuda", 90, 132, 227)
@@ -84,7 +92,9 @@ def test_each_form_is_loaded_once_on_the_device_asked_for(monkeypatch, layout):
     attends = sparse_mla.MOST_BLOCKS + 1 + (layout == "bf16_1152")
     assert sources.count(sparse_mla.FORMS[layout].source) == attends
     selects = sources.count(select.SOURCE), sources.count(select.MANY_SOURCE)
-    assert min(selects) > 0 and sum(selects) == count - attends
+    stores = sources.count(latent_rows.SOURCE)
+    assert stores == (layout == "bf16_1152")
+    assert min(selects) > 0 and sum(selects) == count - attends - stores
 
 
 def test_what_does_not_compile_is_an_error_at_once(monkeypatch):

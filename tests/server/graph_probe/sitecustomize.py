@@ -58,10 +58,11 @@ def padded(original):
             stack.enter_context(forward_context(ForwardContext(attn_backend=runner.attn_backend), forward_batch=static))
             whole = runner.attn_backend.prefill.whole
             if whole is not None:
-                from sglang_dsa_plugin.backend.dense_fallback import GRAPH_TOKENS
+                from sglang_dsa_plugin.backend.dense_fallback import DENSE_GRAPH_SIZES
 
-                # As if this had been recorded, where it would be.
-                whole.sizes[:] = [tokens + more] if tokens + more <= GRAPH_TOKENS else []
+                # As if this had been recorded, where it would be on a GPU.
+                whole.dense_tokens = DENSE_GRAPH_SIZES[-1]
+                whole.sizes = {path: [tokens + more] for path in whole.paths_for(tokens + more)}
             runner.attn_backend.init_forward_metadata(forward_batch)
             if whole is not None and whole.take() is not None:
                 # What is recorded runs on all rows, and knows nothing of the batch but what was filled in.
