@@ -125,16 +125,16 @@ def test_a_cached_prefix_and_several_prompts_in_one_graph(server, record_testsui
     after = server.prefills()
     assert {path for path in after if after[path] > before[path]} == in_graph(server, 200)
     apart = max(float(differences(a, b.rows)[0].max()) for a, b in zip(alone, together, strict=True))
-    # 128 tokens are cached, and 100 more follow: all of them within k.
-    near = random_prompt(228, seed=98)
+    # 64 tokens are cached, and 150 more follow: all of them within k.
+    near = random_prompt(214, seed=98)
     new, _ = first_and_path(server, [near])
     server.flush()
-    server.generate([near[:130]])
+    server.generate([near[:66]])
     before = server.prefills()
-    rest = server.generate([near], start=128)[0]
+    rest = server.generate([near], start=64)[0]
     after = server.prefills()
-    assert rest.meta["cached_tokens"] == 128
-    assert {path for path in after if after[path] > before[path]} == in_graph(server, 228, cached=True)
+    assert rest.meta["cached_tokens"] == 64
+    assert {path for path in after if after[path] > before[path]} == in_graph(server, 214, cached=True)
     apart = max(apart, float((new[rest.first - 1 :] - rest.rows).abs().max()))
     # 320 tokens of another prompt are cached, and 150 more follow.
     text = random_prompt(470, seed=99)
@@ -147,7 +147,7 @@ def test_a_cached_prefix_and_several_prompts_in_one_graph(server, record_testsui
     assert len(later) == len(rest.rows)
     # All of them lie past k.
     far = (later - rest.rows).abs().amax(1)
-    allowed, allowed_far = bound(server, (40, 130, 200, 228)), bound_past_k(server, [text])
+    allowed, allowed_far = bound(server, (40, 130, 200, 214)), bound_past_k(server, [text])
     record_testsuite_property(
         f"{server.spec.name} together",
         f"{apart:.3g} of {allowed:.3g}, behind a cached prefix {float(far.max()):.3g} of {allowed_far:.3g}",

@@ -2,7 +2,6 @@
 
 import pytest
 
-from sglang_dsa_plugin.adapter.whole_prefill import REQUESTS
 from sglang_dsa_plugin.backend import dense_fallback
 from tests.server import load
 from tests.server.conftest import server, slot  # noqa: F401
@@ -40,16 +39,21 @@ def test_two_hundred_requests(server):  # noqa: F811
 
 
 def test_short_prompts_together_attend_on_expanded_keys(server):  # noqa: F811
-    """More tokens than a sparse prefill graph has, and no prompt past k: in a dense graph, or, of more requests than
-    that takes, outside.
+    """More tokens than a sparse prefill graph has, and no prompt past k: in a dense graph, or, behind a cached prefix,
+    outside.
     """
     k = dict(server.spec.model.options)["index_topk"]
     # The first may run alone.
-    few, many = 1 + -(-2 * dense_fallback.GRAPH_TOKENS // k), 2 * REQUESTS + 2
-    for prompts, length, path in ((few, k - 8, "whole_dense"), (many, 60, "dense")):
+    together = 1 + -(-2 * dense_fallback.GRAPH_TOKENS // k)
+    for prefix, path in ((0, "whole_dense"), (64, "dense")):
         server.flush()
+        start = random_prompt(64, seed=1000)[:prefix]
+        if prefix:
+            server.generate([start + random_prompt(2)])
         before = server.prefills()
-        answers = server.generate([random_prompt(length, seed=i) for i in range(prompts)], new=2)
+        prompts = [start + random_prompt(k - 8 - prefix, seed=i) for i in range(2 * together)]
+        answers = server.generate(prompts, new=2, start=prefix)
         after = server.prefills()
+        assert all(answer.meta["cached_tokens"] == prefix for answer in answers)
         assert after[path] > before[path], (path, before, after)
         assert all(answer.rows.isfinite().all() for answer in answers)

@@ -39,9 +39,9 @@ def store(
         triton_rows.store(rows, slots, latent, rope, layout, kv_scale)
         return
     run = program.kernel(SOURCE, NAME, rows.device, defines(slots.dtype == torch.int64))
-    strides = (part.stride(0) * part.element_size() // _UNIT for part in (latent, rope, rows))
+    units = (part.stride(0) * part.element_size() // _UNIT for part in (latent, rope))
     addresses = (part.data_ptr() for part in (latent, rope, slots, rows))
-    numbers = map(ctypes.c_int, (*strides, tokens, rows.shape[0]))
+    numbers = map(ctypes.c_int, (*units, rows.stride(0) * rows.element_size(), tokens, rows.shape[0]))
     run.launch((-(-tokens // WARPS),), (32 * WARPS,), (*addresses, *numbers), pdl=True)
 
 
