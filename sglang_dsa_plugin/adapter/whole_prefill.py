@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from sglang_dsa_plugin.backend.dense_fallback import DENSE_GRAPH_SIZES, GRAPH_TOKENS, Path
+from sglang_dsa_plugin.backend.dense_fallback import GRAPH_TOKENS, Path
 from sglang_dsa_plugin.backend.held_step import HeldRequests, HeldRows
 from sglang_dsa_plugin.backend.metadata import StepMetadata
 
@@ -51,15 +51,13 @@ class WholePrefills:
         return (*dense, "whole") if size <= GRAPH_TOKENS else dense
 
     def held(self, path: Path, size: int) -> StepMetadata:
-        """The held step of a graph. Memory is made with the first and largest: inside of a recording it would be the
-        graph's.
-        """
+        """The held step of a graph. Memory is made with the first: inside of a recording it would be the graph's."""
         if path == "whole":
             if self._rows is None:
                 self._rows = HeldRows.make(GRAPH_TOKENS, self.topk, self.device)
             return self._rows.step(size)
         if self._requests is None:
-            self._requests = HeldRequests.make(max(size, DENSE_GRAPH_SIZES[-1]), REQUESTS, self.device)
+            self._requests = HeldRequests.make(self.dense_tokens, REQUESTS, self.device)
         return self._requests.step(size)
 
     def choose(
@@ -96,7 +94,7 @@ class WholePrefills:
         dense, sparse = (len(self.sizes[path]) for path in ("whole_dense", "whole"))
         return (
             f"prefill graphs without breaks: {dense} dense, {sparse} sparse; recorded in {self.seconds:.1f} s, "
-            f"{self.reserved / 2**20:.0f} MiB"
+            f"{self.reserved / 2**20:.0f} MiB more held by PyTorch"
         )
 
     def forget(self) -> None:
@@ -111,6 +109,11 @@ class WholePrefills:
     @contextlib.contextmanager
     def recording(self, backend: Any, model: torch.nn.Module, path: Path, size: int) -> Iterator[None]:
         """What runs within runs on held memory, and neither picks nor attention break."""
+        if path == "whole_dense":
+            # All rows as one request: of rows that belong to none attention would leave what was in its memory.
+            padding = torch.zeros(size, dtype=torch.int64, device=self.device)
+            self.fill_requests(torch.tensor([size], device=self.device), padding, size)
+            self.forget()
         before, backend.forward_metadata = backend.forward_metadata, self.held(path, size)
         try:
             with unbroken(model):

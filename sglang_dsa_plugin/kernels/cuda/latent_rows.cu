@@ -2,9 +2,9 @@
 //
 //     rows[slots[r]] = latent[r] (512 values), rope[r] (64 values), where 0 <= slots[r] < count
 //
-// Strides of latent and rope are in units of 16 bytes, eight values: 64 of latent and 8 of rope make a row. The next kernel is let start between loads
-// and stores: earlier its blocks, which wait, are in the way of the loads, later it waits for the stores to be sent.
-// WIDE_SLOTS: slots are of 64 bits.
+// Strides of latent and rope are in units of 16 bytes, eight values: 64 of latent and 8 of rope make a row. The next
+// kernel is let start between loads and stores: earlier its blocks, which wait, are in the way of the loads, later it
+// waits for the stores to be sent. WIDE_SLOTS: slots are of 64 bits.
 
 #include "cluster.cuh"
 

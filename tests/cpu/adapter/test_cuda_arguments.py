@@ -117,10 +117,11 @@ def test_steps_are_captured_with_the_kernels_and_not_in_torch(resolved):
 
 
 def test_prefills_are_captured_up_to_the_tokens_that_pay_or_those_asked_for(resolved):
-    assert largest(resolved["dsa on"]) == dense_fallback.GRAPH_TOKENS
+    assert largest(resolved["dsa on"]) == dense_fallback.DENSE_GRAPH_SIZES[-1]
     assert largest(resolved["dsa few tokens"]) == 1024
     sizes = re.search(r"prefill=PhaseConfig\(.*?bs=\[([\d, ]+)\]", resolved["dsa on"]["args"]["cuda_graph_config"])
-    assert tuple(map(int, sizes.group(1).split(","))) == dense_fallback.GRAPH_SIZES
+    found = tuple(map(int, sizes.group(1).split(",")))
+    assert found == dense_fallback.GRAPH_SIZES + dense_fallback.DENSE_GRAPH_SIZES
     assert largest(resolved["dsa asked for"]) == 4096
     assert phases(resolved["dsa no prefill graphs"])["prefill"] == "disabled"
     assert phases(resolved["dsa pp2"])["prefill"] == "disabled"

@@ -180,11 +180,20 @@ def variants(graphs):
 
 def test_each_size_is_recorded_with_breaks_and_then_without_on_held_memory(graphs, whole, caplog):
     caplog.set_level("INFO")
-    record(graphs, 16)
-    record(graphs, 8)
+    borders = []
+
+    def seen():
+        step = graphs.calls[-1][1]
+        if step != "planned" and step.cu_queries is not None:
+            borders.append(step.cu_queries.tolist())
+
+    record(graphs, 16, seen)
+    record(graphs, 8, seen)
     (_, planned, broken), (_, dense, dense_broken), (_, sparse, sparse_broken), *_ = graphs.calls
     assert planned == "planned" and broken and not dense_broken and not sparse_broken
     assert dense.rows == sparse.rows == 16
+    # Nothing was filled in yet: every row belongs to one request that is stored in slot 0.
+    assert borders == [[0, 16, *[16] * REQUESTS], [0, 8, *[8] * REQUESTS]] and whole.take() is None
     assert dense.cu_queries.data_ptr() == whole.held("whole_dense", 8).cu_queries.data_ptr()
     assert sparse.lengths.data_ptr() == whole.held("whole", 8).lengths.data_ptr()
     made = [None, "sglang_dsa_whole_dense", "sglang_dsa_whole"]
