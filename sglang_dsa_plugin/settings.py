@@ -123,8 +123,9 @@ SETTINGS: dict[str, Setting] = {
             "SGLANG_DSA_PLUGIN_WHOLE_PREFILL",
             "choice",
             "on",
-            ("on", "off"),
-            "on a GPU, prefill CUDA graphs without breaks for batches whose requests all fit in index_topk",
+            ("on", "off", "long"),
+            "on a GPU, prefill CUDA graphs without breaks for batches whose requests all fit in index_topk; long: and "
+            "for up to 256 new tokens behind any context, which has not run on a GPU yet",
         ),
         Setting(
             "warmup",
@@ -177,7 +178,12 @@ def decode_threads() -> int | None:
 
 def whole_prefill() -> bool:
     """Whether prefills of short requests have CUDA graphs without breaks."""
-    return SETTINGS["whole_prefill"].text() == "on"
+    return SETTINGS["whole_prefill"].text() != "off"
+
+
+def scored_prefill() -> bool:
+    """Whether a few new tokens behind a long context have such graphs, too."""
+    return SETTINGS["whole_prefill"].text() == "long"
 
 
 def prefill_warmup() -> str:

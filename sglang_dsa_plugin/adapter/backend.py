@@ -22,7 +22,7 @@ from sglang_dsa_plugin.adapter.pool import DsaPool
 from sglang_dsa_plugin.adapter.prefill import write_location
 from sglang_dsa_plugin.adapter.whole_prefill import WholePrefills
 from sglang_dsa_plugin.backend import core, dense_fallback, metadata
-from sglang_dsa_plugin.cache.layouts import LATENT_DIM, ROPE_DIM
+from sglang_dsa_plugin.cache.layouts import LATENT_DIM, PAGE_SIZE, ROPE_DIM
 from sglang_dsa_plugin.config import DsaConfig
 
 if TYPE_CHECKING:
@@ -127,7 +127,10 @@ class DsaBackend(AttentionBackend):
             return None
         dense = plan.dense_graphs(str(self.device), self.choices)
         dense_tokens = dense_fallback.EXPANDED_BYTES // bytes_per_key if dense else 0
-        return WholePrefills(self.config.index_topk, torch.device(self.device), dense_tokens, self.core.impl_slots)
+        context = min(self.max_context_len, self.req_to_token.shape[1])
+        pages = -(-context // PAGE_SIZE) if settings.scored_prefill() else 0
+        device = torch.device(self.device)
+        return WholePrefills(self.config.index_topk, device, dense_tokens, pages, self.core.impl_slots)
 
     def describe_prefill(self) -> str:
         """How prefill runs, and on how many of a CPU's threads decode does, in words, for the start-up line."""
@@ -136,6 +139,7 @@ class DsaBackend(AttentionBackend):
         captured = "" if graphs is None or graphs.prefill.backend != "breakable" else "; small batches in CUDA graphs"
         if self.prefill.whole is not None and captured:
             captured += ", without breaks where every request fits in index_topk"
+            captured += f" or there are up to {dense_fallback.SCORED_TOKENS} tokens" if self.prefill.whole.pages else ""
         return self.prefill.describe() + captured + threads
 
     # Planning

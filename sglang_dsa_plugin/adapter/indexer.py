@@ -167,7 +167,7 @@ class DsaIndexer(torch.nn.Module):
             positions,
             layer_id,
             (lambda: (self.wq_b(q_lora)[0], self._head_weights(x))) if picked else None,
-            forward_batch.forward_mode.is_decode(),
+            forward_batch.forward_mode.is_decode() or step.decision.path == "whole_scored",
         )
         if picks is None:
             return None

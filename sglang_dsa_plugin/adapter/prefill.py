@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The graphs without breaks that are planned by rows.
+_WHOLE = {one.path: one for one in (dense_fallback.WHOLE_GRAPH, dense_fallback.WHOLE_SCORED)}
+
 
 class PrefillPlanner:
     """Plans and counts prefill batches. why_not_dense: why this server never runs one on expanded keys, or None. whole:
@@ -106,7 +109,7 @@ class PrefillPlanner:
                 )
             rows, decision = new_tokens, dense_fallback.IN_GRAPH
             if size is not None:
-                rows, decision = size, dense_fallback.WHOLE_GRAPH
+                rows, decision = size, _WHOLE[path]
         else:
             decision = self.decide(forward_batch)
             real = forward_batch.global_num_token_non_padded_cpu
@@ -123,9 +126,9 @@ class PrefillPlanner:
             cached_tokens=sum(prefix),
         )
         if not recording:  # else SGLang's own batches of nothing, one or more a graph
-            self.metrics.count(decision, rows if decision is not dense_fallback.WHOLE_GRAPH else new_tokens)
+            self.metrics.count(decision, new_tokens if decision.path in _WHOLE else rows)
         logger.debug("prefill of %d rows: %s (%s)", rows, decision.path, decision.reason)
-        if self.whole is None or decision is not dense_fallback.WHOLE_GRAPH:
+        if self.whole is None or decision.path not in _WHOLE:
             return step
         return self.whole.fill_rows(step, forward_batch.out_cache_loc[:new_tokens])
 

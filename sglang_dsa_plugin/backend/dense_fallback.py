@@ -7,7 +7,8 @@
 - graph: the same, run between the segments of a prefill CUDA graph, which holds the rest of the model. A graph keeps
   one way of attending, and this is the one that fits every length;
 - whole: sparse on all tokens, recorded in a graph with the rest of the model (held_step.py);
-- whole_dense: dense, recorded in the same way, for batches without a cached token.
+- whole_dense: dense, recorded in the same way, for batches without a cached token;
+- whole_scored: sparse on picks that are made in the graph, row by row as in decode, for a few new tokens.
 
 One `Decision` is made per batch; the planner that chooses the model's forward method and the executor that runs it read
 that object and nothing else: two decisions could differ.
@@ -21,7 +22,7 @@ from typing import Literal
 
 from sglang_dsa_plugin.backend.masked_prefill import MaskedPrefill
 
-Path = Literal["dense", "masked", "sparse", "graph", "whole", "whole_dense"]
+Path = Literal["dense", "masked", "sparse", "graph", "whole", "whole_dense", "whole_scored"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,9 @@ WHOLE_GRAPH = Decision("whole", "the prefill is a replay of a CUDA graph, and ev
 # nothing to do. These are for several prompts at once, up to SGLang's chunk.
 DENSE_GRAPH_SIZES = (2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192)
 WHOLE_DENSE = Decision("whole_dense", "the prefill is a replay of a CUDA graph, and every request is new and short")
+# Of so few rows scoring each on its own reads the keys often enough to be felt only behind very long contexts.
+SCORED_TOKENS = 256
+WHOLE_SCORED = Decision("whole_scored", "the prefill is a replay of a CUDA graph that picks row by row")
 # Expanded keys and values of one layer alive at once on the dense path: 37,000 keys of 128 heads, where a chunk of new
 # tokens has 8192 or 16384. Prefixes that many requests share are read from the cache for each of them.
 EXPANDED_BYTES = 4 << 30

@@ -3,7 +3,8 @@
 Such a graph has no Python between its kernels, so nothing in it may follow the batch but what lies in this memory. It
 serves batches in which no row sees more than k tokens: all of them are picked, nothing is scored, and rows, picks and
 slots are the same in every layer (`HeldRows`). Where besides nothing is cached, it may attend on expanded keys and
-values, of which only the borders between the requests follow the batch (`HeldRequests`).
+values, of which only the borders between the requests follow the batch (`HeldRequests`). A few rows may be longer than
+k: they are scored as those of a decode step, of which a graph is told lengths and pages (`HeldScored`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_dsa_plugin.backend.dense_fallback import WHOLE_DENSE, WHOLE_GRAPH
+from sglang_dsa_plugin.backend.dense_fallback import WHOLE_DENSE, WHOLE_GRAPH, WHOLE_SCORED
 from sglang_dsa_plugin.backend.metadata import StepMetadata
+from sglang_dsa_plugin.cache.layouts import PAGE_SIZE
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,51 @@ class HeldRequests:
             )
         self.borders[1 : requests + 1].copy_(torch.cumsum(new_tokens, 0))
         self.borders[requests + 1 :].fill_(rows)
+        _keep_slots(self.store_slots[:rows], store_slots)
+
+
+@dataclass(frozen=True)
+class HeldScored:
+    """Memory for R rows of any length up to P pages: lengths int32 [R], page_table int32 [R,P] with the pages of each
+    row's request, store_slots int64 [R] as in `HeldRows`.
+    """
+
+    lengths: torch.Tensor
+    page_table: torch.Tensor
+    store_slots: torch.Tensor
+
+    @classmethod
+    def make(cls, rows: int, pages: int, device: torch.device) -> HeldScored:
+        """Rows that are all padding."""
+        return cls(
+            lengths=torch.zeros(rows, dtype=torch.int32, device=device),
+            page_table=torch.zeros(rows, pages, dtype=torch.int32, device=device),
+            store_slots=torch.zeros(rows, dtype=torch.int64, device=device),
+        )
+
+    def step(self, rows: int) -> StepMetadata:
+        """The first `rows` rows as a step, of a request each. For one run of the model: it keeps what layers make."""
+        return StepMetadata(
+            lengths=self.lengths[:rows],
+            row_to_request=torch.arange(rows, dtype=torch.int32, device=self.lengths.device),
+            page_table=self.page_table[:rows],
+            decision=WHOLE_SCORED,
+            max_length=self.page_table.shape[1] * PAGE_SIZE,
+            captured=True,
+            store_slots=self.store_slots[:rows],
+        )
+
+    def fill(self, step: StepMetadata, store_slots: torch.Tensor) -> None:
+        """Take over a step, its padding included; store_slots [real rows]. Padding is as in `HeldRows.fill`.
+
+        Raises ValueError for more rows or pages than there is memory for.
+        """
+        rows, pages = step.rows, step.page_table.shape[1]
+        if rows > self.page_table.shape[0] or pages > self.page_table.shape[1]:
+            most = " rows of ".join(map(str, self.page_table.shape))
+            raise ValueError(f"a whole prefill graph that picks takes up to {most} pages, got {rows} of {pages}")
+        self.lengths[:rows].copy_(step.lengths)
+        self.page_table[:rows, :pages].copy_(step.page_table[step.row_to_request.long()])
         _keep_slots(self.store_slots[:rows], store_slots)
 
 

@@ -23,10 +23,17 @@ ARGS += ("--cuda-graph-bs-prefill", *map(str, GRAPHS))
 SHAPES = [("deepseek_v32", 16, "bf16"), ("glm_moe_dsa", 64, "fp8_e4m3")]
 
 
-# By form: what is set, and the path of a new prompt of up to k tokens, and of one that follows a cached prefix.
+# By form: what is set, and the path of a new prompt of up to k tokens, of one that follows a cached prefix, and of few
+# tokens behind a prefix that passes k.
 OFF = (("SGLANG_DSA_PLUGIN_WHOLE_PREFILL", "off"),)
 NO_DENSE = (("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "0"),)
-FORMS = {"": (OFF, "graph", "graph"), "-whole": ((), "whole_dense", "whole"), "-sparse": (NO_DENSE, "whole", "whole")}
+LONG = (("SGLANG_DSA_PLUGIN_WHOLE_PREFILL", "long"),)
+FORMS = {
+    "": (OFF, "graph", "graph", "graph"),
+    "-whole": ((), "whole_dense", "whole", "graph"),
+    "-sparse": (NO_DENSE, "whole", "whole", "graph"),
+    "-long": (LONG, "whole_dense", "whole", "whole_scored"),
+}
 
 
 def spec(arch, heads, kv, form=""):
@@ -60,7 +67,9 @@ def first_and_path(server, prompts):  # noqa: F811
 def in_graph(server, longest, cached=False):  # noqa: F811
     """The path of a batch in a graph whose longest prompt has so many tokens; cached: some of them were there."""
     form = next((form for form in FORMS if form and server.spec.name.endswith(form)), "")
-    return {FORMS[form][1 + cached]} if longest <= K else {"graph"}
+    if longest > K:
+        return {FORMS[form][3] if cached else "graph"}
+    return {FORMS[form][1 + cached]}
 
 
 def bound(server, lengths):  # noqa: F811
@@ -141,8 +150,11 @@ def test_a_cached_prefix_and_several_prompts_in_one_graph(server, record_testsui
     whole, _ = first_and_path(server, [text])
     server.flush()
     server.generate([text[:330]])
+    before = server.prefills()
     rest = server.generate([text], start=320)[0]
+    after = server.prefills()
     assert rest.meta["cached_tokens"] == 320
+    assert {path for path in after if after[path] > before[path]} == in_graph(server, 470, cached=True)
     later = whole[rest.first - 1 :]
     assert len(later) == len(rest.rows)
     # All of them lie past k.

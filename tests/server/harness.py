@@ -183,7 +183,7 @@ class Server:
     def prefills(self) -> dict[str, int]:
         """Prefill batches by path, as /metrics counts them."""
         found = re.findall(r'^sglang_dsa_prefill_batches_total\{path="(\w+)"\} ([\d.e+]+)$', self.metrics(), re.M)
-        paths = dict.fromkeys(("dense", "masked", "sparse", "graph", "whole", "whole_dense"), 0)
+        paths = dict.fromkeys(("dense", "masked", "sparse", "graph", "whole", "whole_dense", "whole_scored"), 0)
         return paths | {path: int(float(value)) for path, value in found}
 
     def flush(self) -> None:

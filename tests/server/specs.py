@@ -31,7 +31,8 @@ FORMS = {
     "masked": ((), (("SGLANG_DSA_PLUGIN_MASKED_PREFILL", "on"),)),
     "graph": ((), (("SGLANG_DSA_PLUGIN_WHOLE_PREFILL", "off"), ("PYTHONPATH", GRAPH_PROBE))),
     "whole": ((), (("PYTHONPATH", GRAPH_PROBE),)),
-    # The same for those who want no dense prefill.
+    "wholelong": ((), (("SGLANG_DSA_PLUGIN_WHOLE_PREFILL", "long"), ("PYTHONPATH", GRAPH_PROBE))),
+    # As "whole" for those who want no dense prefill.
     "wholesparse": ((), (("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "0"), ("PYTHONPATH", GRAPH_PROBE))),
 }
 

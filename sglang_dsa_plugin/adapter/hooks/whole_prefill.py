@@ -54,8 +54,8 @@ def record(
         if whole.broken:
             return
         variant, began, reserved = _variant(shape_key, path), time.monotonic(), _reserved(whole)
-        with whole.recording(backend, model, path, shape_key.size):
-            original(graphs, variant, forward_fn, *rest, **more)
+        with whole.recording(backend, model, path, shape_key.size, forward_fn) as on_held_memory:
+            original(graphs, variant, on_held_memory, *rest, **more)
         _keep_or_drop(whole, graphs, variant, path)
         whole.seconds += time.monotonic() - began
         whole.reserved += _reserved(whole) - reserved

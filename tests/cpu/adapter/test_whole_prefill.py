@@ -61,7 +61,8 @@ def plan_in_graph(planner, prefix, *extend):
         return planner.plan(batch(prefix, *extend))
 
 
-def recorded(whole, *sizes, dense=()):
+def recorded(whole, *sizes, dense=(), scored=()):
+    whole.sizes["whole_scored"] += scored
     whole.sizes["whole"] += sizes
     whole.sizes["whole_dense"] += dense
 
@@ -105,6 +106,28 @@ def test_longer_requests_and_larger_batches_take_the_graph_with_breaks(planner, 
     step = plan_in_graph(planner, prefix, *extend)
     assert (step.decision.path, step.rows) == (path, rows)
     assert (whole.take() is None) == (step.store_slots is None) == (path == "graph")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "extend", "path", "rows"),
+    [
+        (100, [9], "whole_scored", 16),
+        (0, [65], "graph", 65),
+        (0, [17], "whole_dense", 32),
+        (40, [8], "whole", 8),
+        (60, [3, 2], "whole", 8),
+        (63, [3, 2], "whole_scored", 8),
+        (100, [17], "graph", 17),
+    ],
+)
+def test_a_few_tokens_behind_any_context_are_scored_in_a_graph_where_that_was_asked_for(
+    planner, whole, prefix, extend, path, rows
+):
+    whole.pages = 4
+    recorded(whole, 16, 8, dense=(32,), scored=(16, 8))
+    step = plan_in_graph(planner, prefix, *extend)
+    assert (step.decision.path, step.rows) == (path, rows) and planner.counted == [(path, sum(extend))]
+    assert whole.take() == (None if path == "graph" else (path, rows))
 
 
 def test_who_wants_no_dense_prefill_has_no_dense_graph(planner, whole, monkeypatch):
@@ -164,14 +187,19 @@ class Fuses(torch.nn.Module):
 
 def original(graphs, shape_key, forward_fn, capture_inputs=None, post_warmup_hook=None):
     breaks = graphs.layer.use_prefill_attention_wrapper, graphs.mixer._can_fuse_bmm_into_attention(None)
-    graphs.calls.append((shape_key, graphs.backend.forward_metadata, any(breaks)))
+    graphs.calls.append([shape_key, None, any(breaks)])
     forward_fn()
+    graphs.calls[-1][1] = graphs.backend.forward_metadata
     graphs._graphs[shape_key] = SimpleNamespace(_break_fns=[print] * (sum(breaks) + graphs.other_breaks))
     graphs._outputs[shape_key] = graphs._capture_inputs[shape_key] = None
 
 
 def record(graphs, size, forward=lambda: None):
     hooks.record(original, graphs, ShapeKey(size), forward, capture_inputs=None)
+
+
+def made_of(*paths):
+    return [f"sglang_dsa_{path}" for path in paths]
 
 
 def variants(graphs):
@@ -183,7 +211,7 @@ def test_each_size_is_recorded_with_breaks_and_then_without_on_held_memory(graph
     borders = []
 
     def seen():
-        step = graphs.calls[-1][1]
+        step = graphs.backend.forward_metadata
         if step != "planned" and step.cu_queries is not None:
             borders.append(step.cu_queries.tolist())
 
@@ -198,10 +226,10 @@ def test_each_size_is_recorded_with_breaks_and_then_without_on_held_memory(graph
     assert sparse.lengths.data_ptr() == whole.held("whole", 8).lengths.data_ptr()
     made = [None, "sglang_dsa_whole_dense", "sglang_dsa_whole"]
     assert variants(graphs) == [(size, variant) for size in (16, 8) for variant in made]
-    assert whole.sizes == {"whole_dense": [16, 8], "whole": [16, 8]}
+    assert whole.sizes == {"whole_dense": [16, 8], "whole": [16, 8], "whole_scored": []}
     assert graphs.backend.forward_metadata == "planned" and graphs.layer.use_prefill_attention_wrapper
     assert graphs.mixer._can_fuse_bmm_into_attention(None)
-    assert [r.getMessage() for r in caplog.records if "2 dense, 2 sparse; recorded in" in r.getMessage()]
+    assert [r.getMessage() for r in caplog.records if "2 dense, 2 sparse, 0 that pick; recorded in" in r.getMessage()]
 
 
 def test_large_sizes_are_recorded_dense_alone_and_only_where_dense_may_be(graphs, whole):
@@ -221,6 +249,21 @@ def test_large_sizes_are_recorded_dense_alone_and_only_where_dense_may_be(graphs
         (16, None),
         (16, "sglang_dsa_whole"),
     ]
+
+
+def test_graphs_that_score_are_recorded_for_a_few_rows_and_run_on_a_step_of_their_own_each_time(graphs, whole):
+    whole.pages = 3
+    steps = []
+    record(graphs, 512)
+    record(graphs, 256, lambda: steps.append(graphs.backend.forward_metadata))
+    assert [v for size, v in variants(graphs) if size == 512] == [None, *made_of("whole_dense", "whole")]
+    assert [v for size, v in variants(graphs) if size == 256] == [
+        None,
+        *made_of("whole_dense", "whole", "whole_scored"),
+    ]
+    step = steps[-1]
+    assert step.rows == 256 and step.page_table.shape == (256, 3) and step is not whole.held("whole_scored", 256)
+    assert step.lengths.data_ptr() == whole.held("whole_scored", 8).lengths.data_ptr()
 
 
 def test_a_model_that_breaks_for_other_parts_has_no_whole_graphs(graphs, whole, caplog):
@@ -269,10 +312,10 @@ def test_a_replay_follows_the_plan_once(graphs, planner, whole):
         hooks.replay(lambda *_: None, graphs, ShapeKey(32), None)
 
 
-@pytest.mark.parametrize("value", ["on", "off"])
+@pytest.mark.parametrize("value", ["on", "off", "long"])
 def test_hooks_follow_the_setting(monkeypatch, value):
     queued = []
     monkeypatch.setattr(HookRegistry, "register", lambda target, hook, kind: queued.append(target))
     monkeypatch.setenv("SGLANG_DSA_PLUGIN_WHOLE_PREFILL", value)
     hooks.register()
-    assert len(queued) == (2 if value == "on" else 0)
+    assert len(queued) == (0 if value == "off" else 2)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sglang_dsa_plugin.backend import metadata
-from sglang_dsa_plugin.backend.dense_fallback import WHOLE_DENSE, WHOLE_GRAPH
-from sglang_dsa_plugin.backend.held_step import HeldRequests, HeldRows
+from sglang_dsa_plugin.backend.dense_fallback import WHOLE_DENSE, WHOLE_GRAPH, WHOLE_SCORED
+from sglang_dsa_plugin.backend.held_step import HeldRequests, HeldRows, HeldScored
 
 K, ROWS = 70, 12
 # Three requests of up to 128 tokens in pages of 64, the second page of each far from its first.
@@ -77,3 +77,33 @@ def test_more_requests_or_rows_than_there_is_memory_for_are_refused(extend, rows
     held = HeldRequests.make(ROWS, 3, torch.device("cpu"))
     with pytest.raises(ValueError, match="up to 3 requests and 12 rows"):
         held.fill(torch.tensor(extend), torch.arange(sum(extend)), rows)
+
+
+def test_rows_that_are_scored_read_the_lengths_and_pages_that_were_filled_in_last():
+    held = HeldScored.make(ROWS, 2, torch.device("cpu"))
+    recorded = held.step(10)
+    assert recorded.decision is WHOLE_SCORED and not recorded.decision.expanded and recorded.captured
+    # The host knows no lengths, so nothing is taken to be short.
+    assert recorded.every_token(K) is None
+    for prefix, extend in (([64, 3, 0], [6, 2, 2]), ([100, 0], [9, 1]), ([3], [2])):
+        step, slots = planned(prefix, extend, 10)
+        held.fill(step, slots)
+        seen = [p + i + 1 for p, e in zip(prefix, extend) for i in range(e)]
+        owner = [r for r, e in enumerate(extend) for _ in range(e)]
+        assert recorded.lengths.tolist() == seen + [0] * (10 - len(seen))
+        assert recorded.store_slots.tolist() == slots.tolist() + [0] * (10 - len(seen))
+        for row, (length, request) in enumerate(zip(seen, owner)):
+            positions = torch.arange(length, dtype=torch.int32).view(1, -1)
+            pages = recorded.page_table[recorded.row_to_request.long()[row]]
+            found = pages[positions[0] // 64] * 64 + positions[0] % 64
+            assert found.tolist() == TABLE[request, :length].tolist()
+    # What layers make of it belongs to one run of the model.
+    assert held.step(10) is not recorded and held.step(10)._counts is None
+
+
+@pytest.mark.parametrize(("rows", "longest"), [(ROWS + 1, 64), (4, 65)])
+def test_more_rows_or_pages_than_there_is_memory_for_are_refused(rows, longest):
+    held = HeldScored.make(ROWS, 1, torch.device("cpu"))
+    step, slots = planned([longest - 2], [2], rows)
+    with pytest.raises(ValueError, match="12 rows of 1 pages"):
+        held.fill(step, slots)
