@@ -12,7 +12,7 @@ from tests.server.specs import FORMS, MODELS, PLAIN, exact
 K = 64
 # A pairwise choice for the default run; all combinations under --full.
 DEFAULT = [exact("v32", "plain"), exact("yarn", "chunked+retracting"), exact("glm", "pp2"), exact("yarn", "tp2")]
-DEFAULT += [exact("glm", "masked"), exact("glm", "whole"), exact("v32", "wholesparse"), exact("glm", "wholelong")]
+DEFAULT += [exact("glm", "masked"), exact("glm", "whole"), exact("v32", "wholelong")]
 OTHERS = [spec for model in MODELS for form in FORMS if (spec := exact(model, form)) not in DEFAULT]
 SERVERS = DEFAULT + [pytest.param(spec, marks=pytest.mark.full) for spec in OTHERS]
 WIDE = [exact(model, form, 2048) for model in MODELS for form in FORMS]
